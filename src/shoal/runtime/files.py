@@ -1,0 +1,93 @@
+"""Files that are whole or absent: temporary name, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from shoal.errors import InputError, ShoalError
+
+MAX_JSON_BYTES = 64 << 20  # a larger JSON file is not one of ours
+_READ_BYTES = 4 << 20
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary neighbour of `path` for bytes; fsync and rename it when the block ends well.
+
+    On an error the temporary file goes and `path` stays as it was. A full disk is a ShoalError that
+    names the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise disk_error(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def disk_error(error: OSError, path: Path) -> ShoalError:
+    """Turn an operating-system error on `path` into a sentence with what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ShoalError(
+            f"the disk is full: cannot write {path}",
+            hint="free some space or choose another folder, then run the same command again; nothing is lost",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return InputError(f"{path} cannot be written: {error.strerror}", hint="choose a folder you own")
+    return ShoalError(f"cannot write {path}: {error.strerror or error}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file atomically."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Read one JSON file of bounded size; `what` names it in the error ("dataset manifest")."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise InputError(f"{what} {path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of Shoal's")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{what} {path} is not valid JSON: {error}") from error
+
+
+def hash_file(path: Path) -> str:
+    """Return the xxh3-128 digest of a file's bytes, in hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
