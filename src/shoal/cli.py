@@ -1,0 +1,31 @@
+"""The `shoal` command: arguments and help only. Handlers import what they need, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import App
+
+from shoal.errors import EXIT_DONE, EXIT_STOPPED, ShoalError
+
+app = App(
+    name="shoal",
+    help="Raw text to a trained GPT, from a laptop to many machines, and the run is never lost.",
+    version_flags=["--version"],
+)
+
+
+def main() -> None:
+    """Run one command; an error becomes a sentence on stderr and an exit status."""
+    try:
+        status = app(result_action="return_value")
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
+    except BrokenPipeError:  # `shoal ... | head`
+        sys.stderr.close()
+        sys.exit(EXIT_DONE)
+    sys.exit(status if isinstance(status, int) else EXIT_DONE)

@@ -1,0 +1,178 @@
+"""The typed sections of a configuration. A field's docstring is its documentation and its `--help`.
+
+Sections are frozen and strict: an unknown key is an error. Rules that tie several fields together live in
+`config.rules`, so that a section can be built from a few overrides alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys and documents each field by its docstring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Model(Section):
+    """The shape of the decoder."""
+
+    style: Literal["gpt2", "llama"] = "gpt2"
+    """gpt2: learned positions, LayerNorm, GELU-tanh, biases. llama: RoPE, RMSNorm, SwiGLU, no biases."""
+    n_layers: PositiveInt = 12
+    """Number of transformer blocks."""
+    d_model: PositiveInt = 768
+    """Width of the residual stream."""
+    n_heads: PositiveInt = 12
+    """Number of query heads."""
+    n_kv_heads: NonNegativeInt = 0
+    """Number of key and value heads (grouped-query attention); 0 means n_heads."""
+    d_ff: NonNegativeInt = 0
+    """Width of the MLP; 0 means 4 d_model (gpt2), or 8/3 d_model rounded up to a multiple of 128 (llama)."""
+    max_seq_len: PositiveInt = 1024
+    """Positions the model can hold: rows of the learned position table, or the length RoPE is meant for."""
+    vocab_size: NonNegativeInt = 0
+    """True vocabulary size; 0 takes the dataset's."""
+    pad_vocab_multiple: PositiveInt = 128
+    """The vocabulary is padded to a multiple of this, whatever the layout; padded rows are masked."""
+    tie_embeddings: bool | None = None
+    """Share the token embedding with the output head; unset means true for gpt2, false for llama."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in LayerNorm and RMSNorm."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position angles (llama)."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on embeddings and on the output of attention and MLP."""
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on attention probabilities; uses plain attention instead of the fused kernel."""
+
+
+class Data(Section):
+    """What is trained on."""
+
+    datasets: tuple[str, ...] = ()
+    """Dataset folders made by `shoal prepare`; --data appends to none given here."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Sampling weight of each dataset; empty means in proportion to their tokens."""
+
+
+class Train(Section):
+    """Length, batch and seed of the run."""
+
+    steps: PositiveInt = 1000
+    """Optimiser steps in all."""
+    global_batch_size: PositiveInt = 32
+    """Sequences per optimiser step over the whole job, whatever the number of processes."""
+    micro_batch_size: PositiveInt = 8
+    """Sequences per forward pass on one process; accumulation follows from it."""
+    seq_len: PositiveInt = 256
+    """Tokens per training sequence."""
+    seed: NonNegativeInt = 1234
+    """Determines initial weights, data order and dropout."""
+    log_every: PositiveInt = 10
+    """Print a line every this many steps; metrics.jsonl has every step."""
+
+
+class Optimizer(Section):
+    """AdamW; weight decay touches matrices and embeddings, never biases and norms."""
+
+    lr: PositiveFloat = 6e-4
+    """Peak learning rate."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class Schedule(Section):
+    """Linear warm-up to the peak, cosine decay to min_lr, then min_lr for ever."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up; the first step already has lr = peak / warmup_steps."""
+    decay_steps: NonNegativeInt = 0
+    """Step at which the decay reaches min_lr; 0 means train.steps."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay and after it."""
+
+
+class Precision(Section):
+    """Number format of the matrix products; weights and optimiser state are fp32."""
+
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 where the selected device has it natively, else fp32."""
+
+
+class Eval(Section):
+    """Validation during training, on the first sequences of the validation split."""
+
+    every: NonNegativeInt = 100
+    """Validate every this many steps; 0 means never."""
+    sequences: PositiveInt = 64
+    """Sequences per validation (fewer where the split holds fewer); the test split uses the same number."""
+    seq_len: NonNegativeInt = 0
+    """Tokens per validation sequence; 0 means train.seq_len."""
+    batch_size: NonNegativeInt = 0
+    """Sequences per forward pass on one process; 0 means train.micro_batch_size."""
+
+
+class Checkpoint(Section):
+    """When to save and what to keep."""
+
+    every: NonNegativeInt = 100
+    """Save every this many steps, and always at the end; 0 means at the end only."""
+    keep_last: PositiveInt = 2
+    """Verified checkpoints that are kept, newest first."""
+    keep_every: NonNegativeInt = 0
+    """Also keep every checkpoint whose step is a multiple of this; 0 means none."""
+    keep_every_weights_only: bool = False
+    """Drop the optimiser state of checkpoints kept by keep_every once they leave keep_last."""
+
+
+class Guard(Section):
+    """What to do about a loss that is not finite or that spikes; judged on the global loss, alike on all ranks."""
+
+    nonfinite: Literal["warn", "skip", "stop"] = "stop"
+    """A loss or gradient norm that is not finite: go on, leave the step out, or stop without saving it."""
+    spike: Literal["warn", "skip", "stop"] = "warn"
+    """A loss above spike_factor times its running mean: go on, leave the step out, or stop."""
+    spike_factor: float = Field(default=2.0, ge=0.0)
+    """How many times the running mean of the loss counts as a spike; 0 turns the check off."""
+
+
+class Runtime(Section):
+    """Where and for how long the job runs; nothing in here changes the result."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA devices where there are any."""
+    threads: NonNegativeInt = 0
+    """Threads per worker; 0 means OMP_NUM_THREADS if set, else physical cores / workers."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait for another rank before the job is given up, in seconds."""
+    max_time_s: NonNegativeFloat = 0.0
+    """Save and exit with status 75 after this many seconds; 0 means no limit."""
+    stop_after: NonNegativeInt = 0
+    """Save and exit with status 75 after this step, keeping the schedule of the full run; 0 means never."""
+
+
+class Config(Section):
+    """Everything that determines a run."""
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    runtime: Runtime = Runtime()
