@@ -1,0 +1,148 @@
+"""Warm gloo workers for multi-process tests: start once, give every call a new process group.
+
+def worker(value):                      # top-level, runs on every rank, its process group is set up
+    return dist.get_rank() + value
+
+def test_it(pool):
+    assert pool.run(worker, 2, 10) == [10, 11]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+MAX_WORKERS = 4
+GRACE_S = 5.0  # what the peers of a failed rank get to notice it, before they are replaced
+
+
+class RankError(AssertionError):
+    """One or more ranks failed; the message holds each one's traceback."""
+
+
+class Worker:
+    """One warm process and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """Up to `MAX_WORKERS` worker processes, started when first needed and replaced when stuck or dead."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self._workers: list[Worker] = []
+        self._calls = 0
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+        """Return what `fn(*args)` returned on each of `world_size` ranks (results and args are pickled).
+
+        `fn` is a top-level function; it asks torch.distributed for its rank. Any rank's exception, death or
+        overrun of `timeout` seconds (start-up of new workers not counted) is a RankError.
+        """
+        assert 1 <= world_size <= MAX_WORKERS, world_size
+        while len(self._workers) < world_size:
+            self._workers.append(Worker())
+        team = self._workers[:world_size]
+        for worker in team:
+            if not worker.pipe.poll(120):
+                raise RankError("a pool worker did not start in 120 s")
+            assert worker.pipe.recv_bytes() == b"ready"
+        self._calls += 1
+        for rank, worker in enumerate(team):
+            job = (fn, args, rank, world_size, self._store.port, f"call{self._calls}", timeout)
+            worker.pipe.send_bytes(pickle.dumps((list(sys.path), pickle.dumps(job))))
+        answers = self._collect(team, timeout)
+        failed = [f"--- rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
+        if failed:
+            raise RankError(
+                f"{len(failed)} of {world_size} ranks failed in {fn.__name__}\n" + "\n".join(failed)
+            )
+        return [answer[1] for answer in answers]
+
+    def _collect(self, team: list[Worker], timeout: float) -> list[tuple[bool, Any]]:
+        deadline = time.monotonic() + timeout
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(team) and (left := deadline - time.monotonic()) > 0:
+            waiting: dict[Any, int] = {w.pipe: r for r, w in enumerate(team) if r not in answers}
+            for pipe in wait(list(waiting), left):
+                rank = waiting[pipe]
+                answers[rank] = _answer(team[rank])
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank, worker in enumerate(team):
+            if rank not in answers:
+                answers[rank] = (False, f"no answer in time (limit {timeout:g} s); killed")
+                worker.kill()
+            if not worker.process.is_alive():
+                self._workers.remove(worker)
+        return [answers[rank] for rank in range(len(team))]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+
+def _answer(worker: Worker) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        worker.process.join()
+        return False, f"died with exit code {worker.process.exitcode}"
+
+
+def _serve(pipe: Connection) -> None:
+    """Run jobs until the parent goes; one torch thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    while True:
+        pipe.send_bytes(b"ready")
+        try:
+            path, job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = path  # test modules without a package live in folders that pytest added later
+        try:
+            answer = pickle.dumps((True, _run_job(*pickle.loads(job))))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _run_job(
+    fn: Callable[..., Any], args: tuple, rank: int, world_size: int, port: int, prefix: str, timeout: float
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        return fn(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
