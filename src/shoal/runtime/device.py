@@ -1,0 +1,131 @@
+"""The one place that knows devices, number formats and cores."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.config.sections import Runtime
+from shoal.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on: its torch device, and the back end that joins such devices."""
+
+    torch_device: torch.device
+    backend: str  # for init_process_group: CPU tensors always travel by gloo
+    name: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    def synchronise(self) -> None:
+        """Wait for queued work, so that a clock read next tells the truth."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+
+def select_device(setting: str, local_rank: int, local_world_size: int) -> Device:
+    """Choose the device of a rank; refuse two ranks on one GPU, which NCCL cannot join."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if setting == "cuda" and not available:
+        raise ConfigError(
+            "runtime.device = cuda, but torch sees no CUDA device here", hint="use runtime.device = cpu"
+        )
+    if setting == "cpu" or not available:
+        return Device(torch.device("cpu"), "gloo", f"CPU ({_processor_name()})")
+    if local_world_size > available:
+        raise ConfigError(
+            f"{local_world_size} ranks on this host, but only {available} CUDA device(s): "
+            "NCCL cannot join two ranks on one device",
+            hint=f"use --nproc {available}, or --runtime.device cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+    return Device(device, "cpu:gloo,cuda:nccl", torch.cuda.get_device_name(device))
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Say whether bf16 matrix products run in hardware: GPUs from Ampere on, CPUs with AVX512-BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool({"avx512_bf16", "amx_bf16"} & _cpu_flags())
+
+
+def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """Return the format of matrix products for `precision.dtype` on `device`."""
+    native = bf16_is_native(device)
+    if setting == "bf16" and not native and device.type == "cuda":
+        raise ConfigError(
+            f"precision.dtype = bf16, but {torch.cuda.get_device_name(device)} has no bf16 units",
+            hint="use precision.dtype = fp32 (or auto)",
+        )
+    if setting == "bf16" and not native:
+        raise ConfigError(
+            "precision.dtype = bf16, but this CPU has neither AVX512-BF16 nor AMX: it would be far slower than fp32",
+            hint="use precision.dtype = fp32 (or auto)",
+        )
+    return torch.bfloat16 if setting == "bf16" or (setting == "auto" and native) else torch.float32
+
+
+def logical_cores() -> int:
+    """Count the cores this process may run on: affinity mask, then the cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(allowed, quota)) if quota else allowed
+
+
+def physical_cores() -> int:
+    """Count physical cores among the ones this process may run on."""
+    logical = logical_cores()
+    if platform.system() == "Darwin":
+        answer = subprocess.run(["sysctl", "-n", "hw.physicalcpu"], capture_output=True, text=True, check=False)
+        return min(logical, int(answer.stdout or logical))
+    if not hasattr(os, "sched_getaffinity"):
+        return logical
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(topology.read_text().strip() if topology.exists() else str(cpu))
+    return max(1, min(len(cores), logical))
+
+
+def choose_threads(runtime: Runtime, local_world_size: int) -> tuple[int, str]:
+    """Return the threads of one worker and why: the setting, OMP_NUM_THREADS, or physical cores / workers."""
+    if runtime.threads:
+        return runtime.threads, "runtime.threads"
+    inherited = os.environ.get("OMP_NUM_THREADS", "")
+    if inherited.isdigit() and int(inherited) > 0:
+        return int(inherited), "OMP_NUM_THREADS"
+    cores = physical_cores()
+    return max(1, cores // local_world_size), f"{cores} physical cores / {local_world_size} workers"
+
+
+def _processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else []:
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _cgroup_quota() -> int:
+    """Return the whole cores that cgroup v2 grants, 0 where it sets no limit."""
+    file = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = file.read_text().strip().partition(" ") if file.exists() else ("max", "", "")
+    return max(1, int(quota) // int(period)) if quota.isdigit() and period.isdigit() else 0

@@ -1,0 +1,153 @@
+"""One rank: who it is, how it joins the others, and small agreements between all ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.config.sections import Runtime
+from shoal.errors import InputError
+from shoal.runtime.device import Device, choose_threads, select_device
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in the job, read from the launcher's variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    attempt: int = 0  # restarts so far
+
+
+def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
+    """Read the place of this process from torchrun's or Slurm's variables; None where no launcher set any."""
+    env = os.environ if env is None else env
+    try:
+        if "RANK" in env and "WORLD_SIZE" in env:
+            world = int(env["WORLD_SIZE"])
+            return Seat(
+                rank=int(env["RANK"]),
+                world_size=world,
+                local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+                local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
+                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            )
+        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+            return Seat(
+                rank=int(env["SLURM_PROCID"]),
+                world_size=int(env["SLURM_NTASKS"]),
+                local_rank=int(env["SLURM_LOCALID"]),
+                local_world_size=_slurm_tasks_here(env),
+                attempt=int(env.get("SLURM_RESTART_COUNT", 0)),
+            )
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"the launcher's variables are incomplete or not numbers: {error}",
+            hint="start with `shoal train --nproc N`, torchrun or srun",
+        ) from error
+    return None
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int:
+    """Read SLURM_TASKS_PER_NODE, "2(x3),1": two tasks on each of three nodes, then one."""
+    counts: list[int] = []
+    for part in env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"]).split(","):
+        tasks, _, repeat = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(repeat or 1)
+    return counts[int(env.get("SLURM_NODEID", 0))]
+
+
+@dataclass(frozen=True)
+class Process:
+    """This rank, joined to the others. Agreements travel over gloo, whatever the device."""
+
+    seat: Seat
+    device: Device
+    threads: int
+    threads_reason: str
+    control: dist.ProcessGroup  # agreements in the main thread
+    saving: dist.ProcessGroup  # the checkpoint's background thread
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.seat.world_size
+
+    def sum(self, *values: float) -> list[float]:
+        """Add each value over all ranks in float64. Collective over the world."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return list(total.tolist())
+
+    def any(self, flag: bool) -> bool:
+        """Say whether any rank has the flag set. Collective over the world."""
+        return self.sum(float(flag))[0] > 0
+
+
+def join(runtime: Runtime) -> Process:
+    """Join the process group with the seat the launcher gave, or alone. Collective over the world."""
+    seat = read_seat() or Seat()
+    device = select_device(runtime.device, seat.local_rank, seat.local_world_size)
+    threads, reason = choose_threads(runtime, seat.local_world_size)
+    torch.set_num_threads(threads)
+    timeout = timedelta(seconds=runtime.timeout_s)
+    dist.init_process_group(
+        device.backend, store=_open_store(seat, timeout), rank=seat.rank, world_size=seat.world_size, timeout=timeout
+    )
+    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+    return Process(seat, device, threads, reason, *groups)
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
+    """Open the store that ranks meet in, under a prefix of this attempt.
+
+    Without the prefix, workers restarted by the agent read addresses of the dead attempt from its store.
+    """
+    if seat.world_size == 1:
+        return dist.HashStore()
+    address, port = _master_address()
+    if address in ("localhost", "127.0.0.1", "::1"):
+        loopback = "lo0" if platform.system() == "Darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    agent_owns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = seat.rank == 0 and not agent_owns_store
+    try:
+        store = dist.TCPStore(address, port, seat.world_size, is_master, timeout=timeout, wait_for_workers=False)
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise InputError(
+                f"port {port} on {address} is in use by another program", hint="choose another MASTER_PORT"
+            ) from error
+        raise InputError(
+            f"rank {seat.rank} cannot reach the store at {address}:{port}: {error}",
+            hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
+        ) from error
+    return dist.PrefixStore(f"attempt{seat.attempt}", store)
+
+
+def _master_address() -> tuple[str, int]:
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdigit():
+        raise InputError(
+            f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}: several ranks need both to find each other",
+            hint="set them in the job script, or start with `shoal train --nproc N` or torchrun, which do",
+        )
+    return address, int(port)
