@@ -1,0 +1,48 @@
+# From a fresh clone: `make demo` or `make test`. Needs make and Python >= 3.11; everything else goes into .venv.
+#   PYTHON=python3.12      the Python to build .venv with
+#   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
+#   ARGS="-k resume -x"    passed on to pytest
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+TORCH_SOURCE ?=
+ARGS ?=
+BIN := .venv/bin
+READY := .venv/.ready
+# `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
+TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
+
+.PHONY: help setup demo test proof check clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-8s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv and install (does nothing when nothing changed)
+
+$(READY): pyproject.toml constraints.txt tools/setup.py
+	@test -n "$(PYTHON)" || { echo 'error: no Python >= 3.11 found; install one, or: make setup PYTHON=/path/to/python3.12' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: $(PYTHON) is not a Python >= 3.11; name another one: make setup PYTHON=...' >&2; exit 1; }
+	@TORCH_SOURCE="$(TORCH_SOURCE)" "$(PYTHON)" tools/setup.py
+	@touch $@
+
+demo: setup ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
+	$(BIN)/shoal quickstart
+
+test: setup ## run the test suite
+	$(BIN)/python -m pytest -m "not proof" $(ARGS)
+
+proof: setup ## run the long tests (under an hour)
+	$(BIN)/python -m pytest -m proof $(ARGS)
+
+check: setup ## format, lint, types, architecture, size
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict --follow-imports=silent --cache-dir=.mypy_cache/strict $(TORCH_FREE)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python tools/lines.py
+
+clean: ## remove .venv and caches; data and runs stay
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/shoal.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
