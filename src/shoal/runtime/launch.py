@@ -1,0 +1,171 @@
+"""Start N local workers under torch's elastic agent, restart them after a failure, and say what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from shoal.errors import EXIT_DONE, EXIT_STOPPED
+from shoal.runtime.failure import Failure, first_cause
+from shoal.runtime.log import log, quieten_libraries
+from shoal.runtime.stop import SIGNALS, stop_marker, stopped_marker
+
+_LAUNCHED = "SHOAL_LAUNCHED"
+_MONITOR_S = 0.1
+
+
+def launched_by_us() -> bool:
+    """Say whether this process is a worker that `launch` started."""
+    return os.environ.get(_LAUNCHED) == "1"
+
+
+def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -> int:
+    """Run `python -m shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status."""
+    quieten_libraries()
+    for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
+        marker.unlink(missing_ok=True)
+    stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    os.environ[_LAUNCHED] = "1"  # inherited by the workers
+    spec = WorkerSpec(
+        role="train",
+        local_world_size=nproc,
+        rdzv_handler=_LoopbackRendezvous(),
+        entrypoint=sys.executable,
+        args=("-m", "shoal", *arguments),
+        max_restarts=max_restarts,
+        monitor_interval=_MONITOR_S,
+    )
+    agent = _Agent(spec, run_dir)
+    agent.listen()
+    # The agent would otherwise install handlers that end the workers without a save.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    result = agent.run()
+    if result.is_failed():
+        return agent.report_end()
+    return EXIT_STOPPED if stopped_marker(run_dir).exists() else EXIT_DONE
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which also tells the user of failures and passes stop requests on.
+
+    The four overridden or read underscore names are the extension points of SimpleElasticAgent, as seen on
+    torch 2.11 to 2.13.
+    """
+
+    def __init__(self, spec: WorkerSpec, run_dir: Path) -> None:
+        super().__init__(spec, logs_specs=DefaultLogsSpecs())
+        self._run_dir = run_dir
+        self._pids: dict[int, int] = {}
+        self._last_failure: Failure | None = None
+
+    def listen(self) -> None:
+        """Pass the user's signals on as a stop request."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def report_end(self) -> int:
+        """Say last on the screen why the job failed; return its exit status."""
+        assert self._last_failure is not None, "the agent failed without a failed worker"
+        if stop_marker(self._run_dir).exists() and self._last_failure.echo:
+            log.info("stopped before the first step: the last committed checkpoint stands")
+            return EXIT_STOPPED
+        print(f"error: {self._last_failure}", file=sys.stderr)
+        return self._last_failure.exit_code
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers = super()._start_workers(worker_group)
+        self._pids = dict(workers)
+        return workers
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
+        return result
+
+    def _on_failure(self, exit_codes: dict[int, int]) -> None:
+        restarts = self._worker_group.spec.max_restarts - self._remaining_restarts
+        failure = first_cause(self._run_dir, restarts, exit_codes)
+        self._last_failure = failure
+        if failure.fatal or stop_marker(self._run_dir).exists():
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            log.info(f"\n{failure}")
+            log.info(
+                f"restarting all ranks from the last committed checkpoint "
+                f"(restart {restarts + 1} of {self._worker_group.spec.max_restarts})"
+            )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        marker = stop_marker(self._run_dir)
+        if marker.exists():
+            self._signal_workers(signal.SIGKILL)
+            os._exit(128 + number)
+        marker.write_text(signal.Signals(number).name)
+        log.info(f"\n{signal.Signals(number).name}: finishing this step, then saving; once more stops at once")
+        self._signal_workers(signal.SIGTERM)
+
+    def _signal_workers(self, number: signal.Signals) -> None:
+        for pid in self._pids.values():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+
+class _LoopbackRendezvous(RendezvousHandler):
+    """A meeting place for one host: a store that listens on the loopback interface only."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port = listener.getsockname()[1]
+        self._run_id = uuid.uuid4().hex
+        self._store = dist.TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            timeout=timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store would listen on every interface
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # The agent's own keys need a fresh prefix each round; workers prefix theirs by attempt.
+        store = dist.PrefixStore(f"agent{time.monotonic_ns()}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,88 @@
+"""Stopping on request: signals, time and step limits, and an agreement of all ranks before anything is saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from shoal.config.sections import Runtime
+from shoal.runtime.failure import record_failure
+from shoal.runtime.log import log
+from shoal.runtime.process import Process
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ORPHAN_GRACE_S = 2.0  # time for the launcher to say that a SIGTERM was the user's wish
+_PARENT_POLL_S = 1.0
+
+
+def stop_marker(run_dir: Path) -> Path:
+    """Return the file by which the launcher tells its workers that the user asked for a stop."""
+    return run_dir / "ranks" / "stop-requested"
+
+
+def stopped_marker(run_dir: Path) -> Path:
+    """Return the file by which workers tell their launcher that they stopped on request, all saved."""
+    return run_dir / "ranks" / "stopped"
+
+
+class Stop:
+    """Whether the run should end early, agreed by all ranks at the same step.
+
+    A SIGTERM may also come from the agent that ends the survivors of a dead rank. Nothing may be saved then:
+    the agreement fails for want of the dead rank, and under our own launcher (`launched`) a rank that finds
+    no stop marker leaves after a short grace.
+    """
+
+    def __init__(self, process: Process, run_dir: Path, runtime: Runtime, *, launched: bool) -> None:
+        self._process = process
+        self._run_dir = run_dir
+        self._runtime = runtime
+        self._launched = launched
+        self._deadline = time.monotonic() + runtime.max_time_s if runtime.max_time_s else None
+        self._signal = ""
+        self.reason = ""
+
+    def listen(self) -> None:
+        """Install the signal handlers; under our launcher also leave when it dies."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        if self._launched:
+            threading.Thread(target=self._watch_parent, args=(os.getppid(),), daemon=True).start()
+
+    def requested(self, step: int | None = None) -> bool:
+        """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
+        if self._signal:
+            reason = self._signal
+        elif self._deadline is not None and time.monotonic() > self._deadline:
+            reason = f"the time limit of {self._runtime.max_time_s:g} s"
+        elif step is not None and step == self._runtime.stop_after:
+            reason = f"--stop-after {step}"
+        else:
+            reason = ""
+        if self._process.any(bool(reason)):
+            self.reason = reason or self.reason or "a stop asked of another rank"
+            return True
+        return False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal:  # asked twice: at once, the last committed checkpoint stands
+            os._exit(128 + number)
+        self._signal = signal.Signals(number).name
+        if self._launched:
+            threading.Timer(_ORPHAN_GRACE_S, self._leave_unless_asked).start()
+        else:
+            log.info(f"{self._signal}: finishing this step, then saving; once more stops at once")
+
+    def _leave_unless_asked(self) -> None:
+        if not stop_marker(self._run_dir).exists():
+            record_failure(self._run_dir, self._process.rank, self._process.seat.attempt, None)
+            os._exit(1)
+
+    def _watch_parent(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)  # the launcher was killed: nobody would restart or report this rank
