@@ -1,4 +1,4 @@
-"""Print how many lines of source the core and the whole have, against their budgets; `make check` calls this."""
+"""Print the lines of source of the core and of the whole, against their budgets; `make check` calls this."""
 
 from __future__ import annotations
 
