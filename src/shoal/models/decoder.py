@@ -1,0 +1,230 @@
+"""One decoder for the GPT-2 and the Llama style; it knows nothing of ranks.
+
+Tensor names end in their shape: b batch, t time, d d_model, h heads, c head_dim, s columns attended to,
+v padded vocabulary.
+Nothing that matters is kept in a buffer: the model is right after `to_empty` and new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.models.cache import KVCache
+from shoal.models.dropout import keyed_dropout, site_id
+from shoal.models.shape import ModelShape
+
+
+class Context(NamedTuple):
+    """What every block of one forward pass needs beside the residual stream."""
+
+    rotation: tuple[Tensor, Tensor] | None  # cos and sin, [batch or 1, 1, time, head_dim / 2]; llama
+    mask: (
+        Tensor | None
+    )  # bool [batch, 1, time, columns]; None means causal, or all columns for one cached token
+    cache: KVCache | None
+    dropout_keys_b: Tensor | None
+
+
+def rotation_tables(positions_bt: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the rotary angles, fp32 [batch, 1, time, head_dim / 2] (Su et al., RoFormer)."""
+    exponent = torch.arange(0, head_dim, 2, device=positions_bt.device, dtype=torch.float32) / head_dim
+    angles = positions_bt[:, None, :, None].float() * (1.0 / theta**exponent)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_bhtc: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) by its angle; the half-rotation layout of Llama checkpoints."""
+    first, second = x_bhtc.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.type_as(x_bhtc)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key and value heads; four projections, to be cut by heads."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        bias = shape.style == "gpt2"
+        d_kv = shape.n_kv_heads * shape.head_dim
+        self.q = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+        self.k = nn.Linear(shape.d_model, d_kv, bias=bias)
+        self.v = nn.Linear(shape.d_model, d_kv, bias=bias)
+        self.o = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+        self.head_dim = shape.head_dim
+        self.dropout = shape.attention_dropout
+        self.layer = layer
+        self.site = site_id(f"blocks.{layer}.attention.probabilities")
+
+    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
+        batch, time, _ = x_btd.shape
+        q_bhtc, k_bhtc, v_bhtc = (
+            projection(x_btd).view(batch, time, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
+        if context.rotation is not None:
+            q_bhtc, k_bhtc = rotate(q_bhtc, *context.rotation), rotate(k_bhtc, *context.rotation)
+        if context.cache is not None:
+            k_bhtc, v_bhtc = context.cache.extend(self.layer, k_bhtc, v_bhtc)
+        y_bhtc = self._attend(q_bhtc, k_bhtc, v_bhtc, context)
+        return self.o(y_bhtc.transpose(1, 2).reshape(batch, time, -1))
+
+    def _attend(self, q_bhtc: Tensor, k_bhsc: Tensor, v_bhsc: Tensor, context: Context) -> Tensor:
+        grouped = q_bhtc.shape[1] != k_bhsc.shape[1]
+        if self.dropout and context.dropout_keys_b is not None:
+            return self._attend_with_dropout(q_bhtc, k_bhsc, v_bhsc, context.dropout_keys_b)
+        causal = context.cache is None
+        return F.scaled_dot_product_attention(
+            q_bhtc, k_bhsc, v_bhsc, attn_mask=context.mask, is_causal=causal, enable_gqa=grouped
+        )
+
+    def _attend_with_dropout(self, q_bhtc: Tensor, k_bhtc: Tensor, v_bhtc: Tensor, keys_b: Tensor) -> Tensor:
+        """Plain attention: the fused kernels take no mask of ours for the probabilities."""
+        time, groups = q_bhtc.shape[2], q_bhtc.shape[1] // k_bhtc.shape[1]
+        k_bhtc, v_bhtc = k_bhtc.repeat_interleave(groups, 1), v_bhtc.repeat_interleave(groups, 1)
+        scores_bhtt = q_bhtc @ k_bhtc.transpose(2, 3) * self.head_dim**-0.5
+        future = torch.ones(time, time, dtype=torch.bool, device=q_bhtc.device).triu(1)
+        probabilities_bhtt = scores_bhtt.masked_fill(future, float("-inf")).softmax(dim=-1)
+        return keyed_dropout(probabilities_bhtt, self.dropout, keys_b, self.site).type_as(v_bhtc) @ v_bhtc
+
+
+class GeluMlp(nn.Module):
+    """The MLP of GPT-2: GELU in its tanh form."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.d_model, shape.d_ff)
+        self.down = nn.Linear(shape.d_ff, shape.d_model)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_btd), approximate="tanh"))
+
+
+class SwigluMlp(nn.Module):
+    """The gated MLP of Llama (Shazeer, GLU Variants)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(shape)
+        self.attention = Attention(shape, layer)
+        self.mlp_norm = _norm(shape)
+        self.mlp = GeluMlp(shape) if shape.style == "gpt2" else SwigluMlp(shape)
+        self.dropout = shape.dropout
+        self.sites = site_id(f"blocks.{layer}.attention"), site_id(f"blocks.{layer}.mlp")
+
+    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
+        keys_b = context.dropout_keys_b
+        attended = self.attention(self.attention_norm(x_btd), context)
+        x_btd = x_btd + maybe_dropout(attended, self.dropout, keys_b, self.sites[0])
+        return x_btd + maybe_dropout(self.mlp(self.mlp_norm(x_btd)), self.dropout, keys_b, self.sites[1])
+
+
+class Head(nn.Module):
+    """Logits over the padded vocabulary; padded columns are -inf: no probability and no gradient."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.d_model))
+        self.vocab_size = shape.vocab_size
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return F.linear(x_btd, self.weight, self._padding_bias())
+
+    def _padding_bias(self) -> Tensor | None:
+        """Return 0 for true ids, -inf for padded ones; made anew each time, as `to_empty` loses buffers."""
+        padded_vocab_size = self.weight.shape[0]
+        if padded_vocab_size == self.vocab_size:
+            return None
+        bias_v = torch.zeros(padded_vocab_size, dtype=self.weight.dtype, device=self.weight.device)
+        bias_v[self.vocab_size :] = float("-inf")
+        return bias_v
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model of the given shape."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.padded_vocab_size, shape.d_model)
+        self.positions = nn.Embedding(shape.max_seq_len, shape.d_model) if shape.style == "gpt2" else None
+        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in range(shape.n_layers)})
+        self.norm = _norm(shape)
+        self.head = Head(shape)
+        self.site = site_id("embed")
+        self._tie()
+
+    def forward(
+        self, tokens_bt: Tensor, *, dropout_keys_b: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return logits [batch, time, padded_vocab_size]; padded columns are -inf.
+
+        `dropout_keys_b` int64 [batch] turns dropout on, a key for each sample. With a `cache`, `tokens_bt`
+        follows what it holds, and it grows by them. A ConfigError refuses more positions than the learned
+        table has.
+        """
+        time = tokens_bt.shape[1]
+        self._check_call(time, dropout_keys_b, cache)
+        positions = cache.positions(time) if cache else torch.arange(time, device=tokens_bt.device)[None]
+        rotation = None
+        x_btd = self.embed(tokens_bt)
+        if self.positions is not None:
+            x_btd = x_btd + self.positions(positions)
+        else:
+            rotation = rotation_tables(positions, self.shape.head_dim, self.shape.rope_theta)
+        context = Context(rotation, cache.mask(time) if cache else None, cache, dropout_keys_b)
+        x_btd = maybe_dropout(x_btd, self.shape.dropout, dropout_keys_b, self.site)
+        for block in self.blocks.values():
+            x_btd = block(x_btd, context)
+        if cache is not None:
+            cache.length += time
+        return self.head(self.norm(x_btd))
+
+    def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: KVCache | None) -> None:
+        shape = self.shape
+        needs_keys = self.training and torch.is_grad_enabled() and (shape.dropout or shape.attention_dropout)
+        assert dropout_keys_b is not None or not needs_keys, "training with dropout needs dropout_keys_b"
+        longest = time if cache is None else cache.longest(time)
+        if self.positions is not None and longest > shape.max_seq_len:
+            raise ConfigError(
+                f"a sequence of {longest} tokens does not fit model.max_seq_len = {shape.max_seq_len}",
+                hint=f"use at most {shape.max_seq_len} tokens; learned positions do not go further",
+            )
+
+    def _tie(self) -> None:
+        if self.shape.tie_embeddings:
+            self.head.weight = cast(nn.Parameter, self.embed.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Tie again after `to_empty` and the like, which replace a parameter that changes its device type."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+
+def maybe_dropout(x: Tensor, p: float, keys_b: Tensor | None, site: int) -> Tensor:
+    """Apply keyed dropout where there are keys and something to drop."""
+    return x if keys_b is None or p == 0.0 else keyed_dropout(x, p, keys_b, site)
+
+
+def _norm(shape: ModelShape) -> nn.Module:
+    kind = nn.LayerNorm if shape.style == "gpt2" else nn.RMSNorm
+    return kind(shape.d_model, eps=shape.norm_eps)
