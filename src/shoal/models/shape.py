@@ -41,7 +41,7 @@ class ModelShape:
 def resolve_shape(model: Model, vocab_size: int) -> ModelShape:
     """Resolve what `model` leaves to be derived; `vocab_size` is the dataset's or the checkpoint's.
 
-    A ConfigError refuses a model.vocab_size too small for it. Heads that do not divide are config.rules' matter.
+    A ConfigError refuses a model.vocab_size too small for it; config.rules checks the heads.
     """
     if 0 < model.vocab_size < vocab_size:
         raise ConfigError(
