@@ -1,0 +1,140 @@
+"""The moves that make a checkpoint exist, or go, at one instant: rename, then fsync of the folder.
+
+Every function here runs on rank 0 alone. What lies under a name with a leading dot does not exist for readers
+and goes at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from shoal.checkpoint.manifest import (
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    committed,
+    is_file_name,
+    read_manifest,
+    step_name,
+    step_of,
+)
+from shoal.errors import InputError, ShoalError
+from shoal.runtime.files import fsync_dir, write_text
+from shoal.runtime.log import log
+
+LATEST = "LATEST"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill left behind: half-written saves, half-done removals, half-done thinning."""
+    if not folder.is_dir():
+        return
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path)
+    for checkpoint in committed(folder):
+        thin_out_files(checkpoint)
+
+
+def start_writing(folder: Path, step: int) -> Path:
+    """Make the hidden folder that a save writes into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = folder / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
+    hidden.mkdir()
+    return hidden
+
+
+def write_files(hidden: Path, files: dict[str, bytes]) -> None:
+    """Write the small files of a checkpoint to the disk itself."""
+    for name, content in files.items():
+        assert is_file_name(name), name
+        assert "/" not in name, name
+        with (hidden / name).open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def commit(hidden: Path, manifest: Manifest) -> Path:
+    """Write the manifest, then give the folder its visible name; return that path.
+
+    All files in it must be on disk already.
+    """
+    target = hidden.parent / step_name(manifest.step)
+    write_files(hidden, {MANIFEST: manifest.to_json().encode()})
+    for folder in (*(path for path in hidden.iterdir() if path.is_dir()), hidden):
+        fsync_dir(folder)
+    hidden.rename(target)  # fails where a step of that name exists; an empty folder is no checkpoint
+    fsync_dir(hidden.parent)
+    return target
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Move LATEST to a checkpoint that was verified."""
+    latest = checkpoint.parent / LATEST
+    text = f"{step_of(checkpoint)}\n"
+    if not latest.is_file() or latest.read_text(encoding="utf-8", errors="replace") != text:
+        write_text(latest, text)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint so that it is never chosen again; return its new path."""
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        target = checkpoint.with_name(f"bad-{checkpoint.name}{suffix}")
+        if not target.exists():
+            checkpoint.rename(target)
+            fsync_dir(checkpoint.parent)
+            return target
+    raise InputError(f"{checkpoint.parent} holds a thousand damaged copies of {checkpoint.name}")
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill in the middle leaves a hidden folder, never half a checkpoint."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.rm-{secrets.token_hex(4)}")
+    checkpoint.rename(hidden)
+    fsync_dir(checkpoint.parent)
+    shutil.rmtree(hidden)
+
+
+def keep_weights_only(checkpoint: Path) -> None:
+    """Drop everything but the weights and the small files: first from the manifest, then from the disk."""
+    manifest = read_manifest(checkpoint)
+    if manifest.weights_only:
+        return
+    kept = {
+        name: entry
+        for name, entry in manifest.files.items()
+        if name.split("/")[0] == WEIGHTS or "/" not in name
+    }
+    thinned = Manifest(manifest.step, kept, manifest.world_size, weights_only=True, created=manifest.created)
+    write_text(checkpoint / MANIFEST, thinned.to_json())
+    thin_out_files(checkpoint)
+
+
+def thin_out_files(checkpoint: Path) -> None:
+    """Remove the folders that a weights-only manifest no longer lists."""
+    try:
+        weights_only = read_manifest(checkpoint).weights_only
+    except ShoalError:
+        return  # damaged: for the verification to name, not for us to touch
+    for path in checkpoint.iterdir():
+        if weights_only and path.is_dir() and path.name != WEIGHTS:
+            shutil.rmtree(path)
+
+
+def retain(folder: Path, *, keep_last: int, keep_every: int, keep_every_weights_only: bool) -> None:
+    """Remove or thin out what is neither among the newest `keep_last` nor a multiple of `keep_every`.
+
+    Call it only after the newest checkpoint was verified. What cannot be removed is named and tried again.
+    """
+    for checkpoint in committed(folder)[keep_last:]:
+        step = step_of(checkpoint) or 0
+        try:
+            if not keep_every or step % keep_every:
+                remove(checkpoint)
+            elif keep_every_weights_only:
+                keep_weights_only(checkpoint)
+        except (OSError, ShoalError) as error:
+            log.warning("old checkpoint %s could not be removed: %s", checkpoint.name, error)

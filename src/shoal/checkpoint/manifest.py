@@ -1,0 +1,228 @@
+"""What a committed checkpoint is: its folder's name, its manifest, and whether its files are what they were.
+
+Nothing in here imports torch, trusts a file, or needs a process group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from shoal.errors import CheckpointError, InputError, ShoalError
+from shoal.runtime.files import hash_file, read_json
+
+FORMAT = "shoal-checkpoint-1"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+WEIGHTS = "model"  # the sub-folder that weights-only retention keeps
+MAX_FILES = 1_000_000
+_STEP_FOLDER = re.compile(r"step-(\d{8,12})")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading dot: neither hidden nor ".."
+_FILE_NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The list of a checkpoint's files; `files` maps a relative name to its size and xxh3-128 digest."""
+
+    step: int
+    files: dict[str, dict[str, Any]]
+    world_size: int = 1
+    weights_only: bool = False
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    format: str = FORMAT
+
+    def to_json(self) -> str:
+        """Return the text of manifest.json; its own digest makes damage to the manifest visible too."""
+        content = asdict(self)
+        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all listed files."""
+        return sum(entry["size_bytes"] for entry in self.files.values())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return a file's size and digest, as the manifest lists them."""
+    return {"size_bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
+
+
+def is_file_name(name: object) -> bool:
+    """Say whether `name` may stand in a manifest: one file, at most one folder deep, nothing hidden."""
+    return isinstance(name, str) and len(name) < 200 and _FILE_NAME.fullmatch(name) is not None
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a folder name stands for, or None where it is not a checkpoint's name."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def committed(folder: Path) -> list[Path]:
+    """Return the checkpoints in a checkpoints folder, newest first, verified or not."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read_plain_json(path: Path, what: str) -> Any:
+    """Read a JSON file that must be an ordinary file: a link or a pipe from a stranger is refused."""
+    if not _is_plain(path):
+        raise CheckpointError(f"{what} {path} is missing or not an ordinary file")
+    try:
+        return read_json(path, what)
+    except InputError as error:
+        raise CheckpointError(error.message) from error
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and check manifest.json; anything but exactly our format is a CheckpointError."""
+    content = read_plain_json(checkpoint / MANIFEST, "checkpoint manifest")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{checkpoint / MANIFEST} is not a manifest of the format {FORMAT}")
+    digest = content.pop("digest", None)
+    if digest != _digest(content):
+        raise CheckpointError(f"{checkpoint / MANIFEST} was damaged or edited: its digest does not fit")
+    try:
+        manifest = Manifest(**content)
+    except TypeError as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST} has missing or unknown entries") from error
+    _check_types(checkpoint, manifest)
+    return manifest
+
+
+def _check_types(checkpoint: Path, manifest: Manifest) -> None:
+    files = manifest.files
+    bad = not isinstance(files, dict) or len(files) > MAX_FILES or not all(map(is_file_name, files))
+    bad = bad or not all(
+        isinstance(entry, dict)
+        and set(entry) == {"size_bytes", "xxh3_128"}
+        and isinstance(entry["size_bytes"], int)
+        and isinstance(entry["xxh3_128"], str)
+        for entry in files.values()
+    )
+    bad = bad or not isinstance(manifest.step, int) or not isinstance(manifest.weights_only, bool)
+    if bad:
+        raise CheckpointError(f"{checkpoint / MANIFEST} lists files in a way that Shoal never writes")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of state.json."""
+    state = read_plain_json(checkpoint / STATE, "checkpoint state")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE} is not a JSON object")
+    return state
+
+
+def verify(checkpoint: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+    """Return what is wrong with a checkpoint, in sentences; nothing where it is as it was written.
+
+    With `parts` > 1 only every `parts`-th file is read (ranks share the work); sizes are always checked.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+        problems = _wrong_step(checkpoint, manifest) + _extra_files(checkpoint, manifest)
+        for index, (name, entry) in enumerate(sorted(manifest.files.items())):
+            problems += check_file(checkpoint, name, entry, read=index % parts == part)
+    except ShoalError as error:
+        return [error.message]
+    except OSError as error:
+        return [f"{checkpoint} cannot be read: {error.strerror or error}"]
+    return problems
+
+
+def _wrong_step(checkpoint: Path, manifest: Manifest) -> list[str]:
+    step = step_of(checkpoint)
+    if step is None or step == manifest.step:
+        return []
+    return [f"the folder is called {checkpoint.name} but its manifest says step {manifest.step}"]
+
+
+def _extra_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    allowed = {MANIFEST, *manifest.files}
+    allowed |= {name.split("/")[0] for name in manifest.files if "/" in name}
+    found = {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*")}
+    found |= {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*/*")}
+    if manifest.weights_only:  # a kill may have come between the new manifest and the removal of the rest
+        found = {name for name in found if name.split("/")[0] in {WEIGHTS, *manifest.files}}
+    return [f"{name} is not in the manifest" for name in sorted(found - allowed)]
+
+
+def check_file(checkpoint: Path, name: str, entry: dict[str, Any], *, read: bool = True) -> list[str]:
+    """Return what is wrong with one listed file; `read` checks its digest and tensor header too."""
+    path = checkpoint / name
+    if not _is_plain(path) or path.parent.is_symlink():
+        return [f"{name} is missing or not an ordinary file"]
+    if (size_bytes := path.stat().st_size) != entry["size_bytes"]:
+        return [f"{name} has {size_bytes} bytes, the manifest says {entry['size_bytes']}"]
+    if not read:
+        return []
+    if hash_file(path) != entry["xxh3_128"]:
+        return [f"{name} was changed: its digest does not fit"]
+    if path.suffix == ".safetensors":
+        return _check_tensor_file(path, name)
+    return []
+
+
+def _check_tensor_file(path: Path, name: str) -> list[str]:
+    try:
+        with safe_open(path, framework="numpy"):  # checks header length, JSON, offsets and file size
+            return []
+    except (SafetensorError, OSError) as error:
+        return [f"{name} is not a safetensors file: {error}"]
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """Return a verified checkpoint: `path` itself, or the newest good one of a run or checkpoints folder."""
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
+    if (path / MANIFEST).exists() or step_of(path) is not None:
+        if problems := verify(path):
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {describe(problems)}", hint="choose another one"
+            )
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    damaged = []
+    for candidate in committed(folder):
+        if not (problems := verify(candidate)):
+            return candidate
+        damaged.append(f"{candidate.name} is damaged: {describe(problems)}")
+    detail = "; ".join(damaged) or "no folder step-NNNNNNNN in it"
+    raise CheckpointError(
+        f"{path} holds no good checkpoint: {detail}", hint="`shoal checkpoint ls` lists them"
+    )
+
+
+def describe(problems: list[str]) -> str:
+    """Return the first problems in one line."""
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more

@@ -1,0 +1,174 @@
+"""Tensors to and from safetensors: torch.distributed.checkpoint with its Hugging Face storage, no pickle.
+
+A flat dict maps names to plain tensors (equal on all ranks that hold them) or DTensors. A name begins with
+its sub-folder: `model.blocks.0.up.weight` is the tensor `blocks.0.up.weight` in the files of `model/`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from shoal.checkpoint.manifest import WEIGHTS, resolve_checkpoint
+from shoal.errors import CheckpointError
+
+Tensors = dict[str, Tensor]
+
+
+class HostCopies:
+    """Copies of tensors in host memory that are used again for every save."""
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Return `tensors` as they are now, on the host; valid until the next call."""
+        copies = {name: self._copy(name, tensor.detach()) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffers[name] for name in tensors}
+        if any(tensor.device.type != "cpu" for tensor in tensors.values()):
+            torch.accelerator.synchronize()
+        return copies
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(local, non_blocking=True)
+        return _like_dtensor(buffer, tensor) if isinstance(tensor, DTensor) else buffer
+
+
+def _like_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor cut like `like` around a host tensor; DTensor.from_local would move it to the device.
+
+    Private API, seen on torch 2.11 to 2.13.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def folders_of(tensors: Tensors) -> dict[str, Tensors]:
+    """Group tensors by sub-folder, names without the folder's word."""
+    groups: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        folder, _, rest = name.partition(".")
+        groups.setdefault(folder, {})[rest] = tensor
+    return groups
+
+
+def write_tensors(
+    path: Path, folder_names: Iterable[str], tensors: Tensors, group: dist.ProcessGroup
+) -> None:
+    """Write each rank's part into `path`, fsynced. Collective over `group`, same folders on every rank."""
+    groups = folders_of(tensors)
+    for name in folder_names:
+        _dcp(
+            dcp.save,
+            groups.get(name, {}),
+            storage_writer=HuggingFaceStorageWriter(str(path / name), save_distributed=True),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+
+
+def read_tensors(
+    path: Path, folder_names: Iterable[str], tensors: Tensors, group: dist.ProcessGroup | None
+) -> None:
+    """Fill `tensors` in place with a rank's parts of a checkpoint's tensors, cut anew.
+
+    Collective over `group`; None reads without a process group. Names and shapes must fit (`mismatches`).
+    """
+    groups = folders_of(tensors)
+    for name in folder_names:
+        _dcp(
+            dcp.load,
+            groups.get(name, {}),
+            storage_reader=HuggingFaceStorageReader(str(path / name)),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def _dcp(action: Callable[..., Any], tensors: Tensors, **options: Any) -> None:
+    """Run a DCP call; raise the first rank's own error in place of DCP's BaseException."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            action(tensors, **options)
+    except CheckpointException as error:
+        cause = error.failures[min(error.failures)][0]
+        if isinstance(cause, Exception):
+            raise cause from None
+        raise CheckpointError(f"tensors could not be read or written: {cause!r}") from error
+
+
+def saved_shapes(path: Path, folder_names: Iterable[str]) -> dict[str, torch.Size]:
+    """Return name -> whole shape of the tensors in some folders; a hole in one is a CheckpointError."""
+    shapes = {}
+    for folder in folder_names:
+        try:
+            metadata = HuggingFaceStorageReader(str(path / folder)).read_metadata()
+        except Exception as error:  # whatever a strange file makes the reader stumble over
+            raise CheckpointError(f"the tensors in {path / folder} cannot be read: {error!r}") from error
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)  # safetensors hold nothing else
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise CheckpointError(f"tensor {folder}.{name} in {path} is incomplete or doubled")
+            shapes[f"{folder}.{name}"] = entry.size
+    return shapes
+
+
+def mismatches(saved: dict[str, torch.Size], wanted: dict[str, torch.Size]) -> list[str]:
+    """Return one sentence for each name or shape in which a request differs from the files."""
+    problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - saved.keys())]
+    problems += [f"{name} is in the checkpoint only" for name in sorted(saved.keys() - wanted.keys())]
+    for name in sorted(saved.keys() & wanted.keys()):
+        if saved[name] != wanted[name]:
+            problems.append(f"{name} is {list(saved[name])} in the checkpoint, {list(wanted[name])} wanted")
+    return problems
+
+
+def refuse_mismatches(path: Path, problems: list[str]) -> None:
+    """Raise a CheckpointError that names the first tensors that do not fit."""
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this model: {'; '.join(problems[:5])}{more}",
+            hint="use the config.toml that lies in the checkpoint",
+        )
+
+
+def model_tensors(model: nn.Module) -> Tensors:
+    """Return a model's parameters and saved buffers as `model.<name>`; a tied tensor under its first name."""
+    state = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {f"{WEIGHTS}.{name}": state[name] for name in first.values()}
+
+
+def load_weights(path: Path, model: nn.Module) -> Path:
+    """Fill a whole model in one process, without a process group; return the checkpoint that was read.
+
+    `path` is a run folder, a checkpoints folder or a checkpoint; the files are verified first.
+    """
+    checkpoint = resolve_checkpoint(path)
+    tensors = model_tensors(model)
+    wanted = {name: tensor.shape for name, tensor in tensors.items()}
+    refuse_mismatches(checkpoint, mismatches(saved_shapes(checkpoint, [WEIGHTS]), wanted))
+    read_tensors(checkpoint, [WEIGHTS], tensors, group=None)
+    return checkpoint
