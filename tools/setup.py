@@ -94,9 +94,7 @@ def main() -> None:
     pins = VENV / "constraints.txt"
     pins.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={ensure_torch()}", CONSTRAINTS.read_text()))
     if not pip_install("-c", pins, "-e", ".[test]"):
-        sys.exit(
-            "error: pip could not install Shoal\n  hint: its own message is above; run it again, nothing is lost"
-        )
+        sys.exit("error: pip could not install Shoal\n  hint: see its message above, and run it again")
     if not runs(VENV_PYTHON, "import torch, shoal"):
         sys.exit(
             "error: torch was installed, but does not start\n  hint: see .venv/bin/python -c 'import torch'; "

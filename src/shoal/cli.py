@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from cyclopts import App
 
@@ -13,6 +14,22 @@ app = App(
     help="Raw text to a trained GPT, from a laptop to many machines, and the run is never lost.",
     version_flags=["--version"],
 )
+
+
+@app.command
+def doctor(*, json: Path | None = None) -> int:
+    """Check this machine: Python, torch, cores, memory, disk, a two-process start; say what to do.
+
+    Example: shoal doctor --json doctor.json
+
+    Parameters
+    ----------
+    json
+        Write the findings to this file, too.
+    """
+    from shoal.doctor import doctor as run
+
+    return run(json)
 
 
 def main() -> None:
