@@ -1,0 +1,313 @@
+"""The house's rules, read from the source: who imports whom, sizes, names, no work at import.
+
+Each rule is a function from made-up or real source to a list of violations, so that each is seen to fail too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "shoal"
+
+# A room is a module or package; the longest name that fits a module is its room. Each row says whom it may
+# import beside itself. A new room gets a row here and a line in docs/architecture.md.
+BASE = {"errors", "config", "plan", "comm.cost", "models.shape", "models.counts"}
+PLUMBING = {"runtime.files", "runtime.log"}
+MIDDLE = {"models", "data", "comm", "scoring", "tasks"}
+UPPER = {"gradsync", "parallel", "checkpoint"}
+BELOW_TOP = BASE | PLUMBING | MIDDLE | UPPER | {"runtime"}
+TOP = {"train", "infer"}
+CHECKS = {"bench", "doctor", "parity", "drill", "audit", "quickstart"}
+MAY_IMPORT: dict[str, set[str]] = {
+    **dict.fromkeys(BASE, BASE),
+    **dict.fromkeys(PLUMBING, BASE | PLUMBING),
+    "runtime": BASE | PLUMBING,
+    "models": BASE,
+    "data": BASE | PLUMBING,
+    "comm": BASE | PLUMBING,
+    "scoring": BASE | PLUMBING | {"models", "data"},
+    "tasks": BASE | PLUMBING | {"models", "data", "scoring"},
+    **{room: BASE | PLUMBING | MIDDLE | UPPER | {"runtime"} for room in UPPER},
+    **dict.fromkeys(TOP, BELOW_TOP),
+    **dict.fromkeys(CHECKS, BELOW_TOP | TOP),
+    "cli": BELOW_TOP | TOP | CHECKS,
+    "__main__": {"cli"},
+    "": set(),
+}
+MUST_NOT_LOAD_TORCH = (
+    "errors",
+    "config",
+    "plan",
+    "comm.cost",
+    "models.counts",
+    "runtime.files",
+    "cli",
+    "doctor",
+)
+MUST_NOT_LOAD_TORCH += ("data.dataset", "data.tokenizer", "data.prepare")
+MAY_TOUCH_ENVIRONMENT = ("runtime", "doctor", "data.prepare.engine")
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+EXTRAS = ("daft", "ray", "pyarrow", "scipy", "sentencepiece", "zstandard", "matplotlib", "transformers")
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
+
+
+def modules() -> dict[str, str]:
+    """Return the source of each module by its name below shoal: "", "cli", "data.prepare.engine"."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def is_in(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def room_of(module: str) -> str | None:
+    return max((room for room in MAY_IMPORT if is_in(module, room)), key=len, default=None)
+
+
+def imported_names(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, module and name of each import; the name is empty for `import a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (
+                (node.lineno, "." * node.level + (node.module or ""), alias.name) for alias in node.names
+            )
+
+
+def imported_modules(source: str, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and name below shoal of each of Shoal's modules that `source` imports anywhere."""
+    for line, module, name in imported_names(source):
+        if module.startswith("."):
+            yield line, module
+        elif is_in(module, "shoal"):
+            below = module.removeprefix("shoal").removeprefix(".")
+            submodule = f"{below}.{name}".lstrip(".")
+            yield line, submodule if submodule in known else below
+
+
+def wrong_arrows(module: str, source: str, known: set[str]) -> list[str]:
+    """Find imports of rooms that this room may not know, relative imports, and rooms without a rule."""
+    room = room_of(module)
+    if room is None:
+        return [f"{module}: no rule says whom it may import"]
+    wrong = []
+    for line, target in imported_modules(source, known):
+        other = room_of(target)
+        if target.startswith(".") or not (is_in(target, room) or other in MAY_IMPORT[room]):
+            wrong.append(f"{module}:{line} imports {target}")
+    return wrong
+
+
+def private_imports(module: str, source: str, known: set[str]) -> list[str]:
+    """Find `_names` taken from another package of Shoal's, by import or as attribute of a module."""
+    package = module.split(".")[0]
+    wrong, aliases = [], {}
+    for line, path, name in imported_names(source):
+        if is_in(path, "shoal") and path.removeprefix("shoal.").split(".")[0] != package:
+            if any(re.match("_[^_]", part) for part in (*path.split("."), name)):
+                wrong.append(f"{module}:{line} imports {path}.{name}")
+            if f"{path}.{name}".removeprefix("shoal.") in known:
+                aliases[name] = path
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Attribute)
+            and re.match("_[^_]", node.attr)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in aliases
+        ):
+            wrong.append(f"{module}:{node.lineno} reads {node.value.id}.{node.attr}")
+    return wrong
+
+
+def environment_uses(module: str, source: str) -> list[str]:
+    """Find os.environ, os.getenv and their kin."""
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        direct = (
+            isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os"
+        )
+        taken = (
+            isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
+        )
+        if direct or taken:
+            wrong.append(f"{module}:{node.lineno} touches the environment")
+    return wrong
+
+
+def work_at_import(module: str, source: str) -> list[str]:
+    """Find top-level statements that do more than define: loops, try, with, bare calls, files read."""
+    wrong = []
+    for node in ast.parse(source).body:
+        call = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
+        bare_call = isinstance(node, ast.Expr) and isinstance(call, ast.Call)
+        reads = call is not None and re.search(
+            r"\bopen\(|\.read_|subprocess|environ|socket\.", ast.unparse(call)
+        )
+        looks = isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING"
+        if isinstance(node, ast.For | ast.While | ast.With | ast.Try) or bare_call or reads or looks:
+            wrong.append(f"{module}:{node.lineno} works at import: {ast.unparse(node).splitlines()[0]}")
+    return wrong
+
+
+def function_lengths(module: str, source: str) -> dict[str, int]:
+    """Measure each function from `def` to its last line."""
+    functions = (
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return {f"{module}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
+
+
+def load_report(names: list[str], refused: tuple[str, ...], stop_at: str = "") -> str:
+    """Import modules in turn in a new Python where some packages are absent; say which one fails first.
+
+    `stop_at` names a package that no module may have loaded.
+    """
+    script = f"""
+import importlib, sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in {refused!r} else find(name, *rest)
+for name in {names!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{{name}} does not import: {{error}}")
+    if {stop_at!r} in sys.modules:
+        sys.exit(f"{{name}} loads {stop_at}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def test_every_import_follows_the_order_of_the_rooms():
+    known = set(modules())
+    assert [w for name, source in modules().items() for w in wrong_arrows(name, source, known)] == []
+
+
+def test_no_private_name_crosses_a_package():
+    known = set(modules())
+    assert [w for name, source in modules().items() for w in private_imports(name, source, known)] == []
+
+
+def test_environment_is_touched_in_its_places_only():
+    others = {n: s for n, s in modules().items() if not any(is_in(n, room) for room in MAY_TOUCH_ENVIRONMENT)}
+    assert [wrong for name, source in others.items() for wrong in environment_uses(name, source)] == []
+
+
+def test_no_module_works_at_import():
+    assert [w for n, s in modules().items() if n != "__main__" for w in work_at_import(n, s)] == []
+
+
+def test_package_files_are_empty():
+    assert [path for path in SOURCE.rglob("__init__.py") if path.read_text().strip()] == []
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    assert [name for name in modules() if FORBIDDEN_NAMES & set(name.split("."))] == []
+
+
+def test_files_stay_within_500_lines():
+    lengths = {name: len(source.splitlines()) for name, source in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    lengths = {k: v for name, source in modules().items() for k, v in function_lengths(name, source).items()}
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+    assert statistics.median(lengths.values()) <= MEDIAN_FUNCTION_LINES
+
+
+def test_torch_free_modules_load_no_torch():
+    names = [f"shoal.{name}" for name in modules() if any(is_in(name, room) for room in MUST_NOT_LOAD_TORCH)]
+    assert load_report(names, refused=("torch",), stop_at="torch") == ""
+
+
+def test_modules_load_without_the_extras():
+    names = [f"shoal.{name}".rstrip(".") for name in modules() if name != "__main__"]
+    assert load_report([n for n in names if not is_in(n, "shoal.data.prepare")], refused=EXTRAS) == ""
+
+
+KNOWN = {
+    "errors",
+    "runtime.files",
+    "runtime.process",
+    "models.counts",
+    "models.decoder",
+    "train.loop",
+    "infer.chat",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "ok"),
+    [
+        ("train.loop", "from shoal.models.decoder import Decoder", True),
+        ("train.loop", "from shoal.infer.chat import chat", False),
+        ("train.loop", "def f():\n    from shoal.infer import chat", False),
+        ("models.decoder", "from shoal.runtime.files import write_json", False),
+        ("models.decoder", "from shoal.models import counts", True),
+        ("models.counts", "from shoal.models.decoder import Decoder", False),
+        ("data.loader", "from shoal.runtime import files", True),
+        ("data.loader", "import shoal.runtime.process", False),
+        ("errors", "from shoal.cli import app", False),
+        ("checkpoint.store", "from shoal.train.loop import train", False),
+        ("checkpoint.store", "from .manifest import x", False),
+        ("novelty.shop", "", False),
+    ],
+)
+def test_wrong_arrow_is_found(module, source, ok):
+    assert (wrong_arrows(module, source, KNOWN) == []) is ok
+
+
+@pytest.mark.parametrize(
+    ("source", "ok"),
+    [
+        ("from shoal.train.loop import _secret", True),
+        ("from shoal.runtime.files import _secret", False),
+        ("from shoal.runtime import files\nfiles._secret()", False),
+        ("from shoal.runtime import files\nfiles.write_json()", True),
+    ],
+)
+def test_private_name_of_another_package_is_found(source, ok):
+    assert (private_imports("train.step", source, KNOWN) == []) is ok
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.environ['A']", "from os import getenv", "import os\nos.getenv('A')"]
+)
+def test_touch_of_the_environment_is_found(source):
+    assert environment_uses("train.step", source)
+
+
+@pytest.mark.parametrize(
+    "source", ["print(1)", "for i in x: pass", "A = open('x').read()", "try:\n import a\nfinally: b"]
+)
+def test_work_at_import_is_found(source):
+    assert work_at_import("train.step", source)
+    assert not work_at_import("train.step", '"""Doc."""\nimport os\nA = re.compile("x")\nclass B: pass')
+
+
+def test_long_function_is_measured():
+    source = "def f():\n" + "    x = 1\n" * 90
+    assert function_lengths("m", source) == {"m:1 f": 91}
+
+
+def test_module_that_needs_a_refused_package_is_named():
+    assert "json.decoder" in load_report(["json.decoder"], refused=("re", "json"))
+    assert load_report(["json"], refused=(), stop_at="json") == "json loads json"

@@ -1,0 +1,80 @@
+"""The command line as a whole: quick, helpful, and never silent about a mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shoal.cli import app
+
+COMMANDS = sorted(name for name in app if not name.startswith("-"))
+
+
+def shoal(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def help_seconds():
+    """Processor time of one `shoal --help`: what a user waits for where nothing else runs."""
+    command = [sys.executable, "-m", "shoal", "--help"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_help_answers_in_under_0_3_seconds():
+    assert min(help_seconds() for _ in range(5)) < 0.3
+
+
+def test_help_loads_no_heavy_package():
+    script = "import sys; from shoal.cli import app; app(['--help'], result_action='return_value')\n"
+    script += "print(sorted({name.split('.')[0] for name in sys.modules}), len(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    heavy = {"torch", "numpy", "daft", "transformers", "tokenizers", "pyarrow", "pydantic"}
+    assert not {name for name in heavy if f"'{name}'" in done.stderr}
+
+
+def test_help_lists_every_command():
+    assert COMMANDS
+    listed = shoal("--help").stdout
+    assert [name for name in COMMANDS if not re.search(rf"│ {name} ", listed)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example(command):
+    done = shoal(command, "--help")
+    assert done.returncode == 0
+    assert f"shoal {command}" in done.stdout.partition("xample")[2]
+
+
+def test_version_is_printed():
+    assert re.match(r"\d+\.\d+\.\d+", shoal("--version").stdout)
+
+
+def test_unknown_command_is_exit_status_2_and_names_the_nearest():
+    done = shoal("doctr")
+    assert done.returncode == 2
+    assert '"doctor"' in done.stderr
+
+
+def test_unknown_option_is_exit_status_2_and_names_the_nearest():
+    done = shoal("doctor", "--jsn", "x")
+    assert done.returncode == 2
+    assert "--json" in done.stderr
+
+
+def test_users_error_is_a_sentence_without_a_traceback(tmp_path):
+    done = shoal("doctor", "--json", str(tmp_path))  # a folder, not a file
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
