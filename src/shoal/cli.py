@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from shoal.errors import EXIT_DONE, EXIT_STOPPED, ShoalError
 
@@ -13,7 +13,9 @@ app = App(
     name="shoal",
     help="Raw text to a trained GPT, from a laptop to many machines, and the run is never lost.",
     version_flags=["--version"],
+    default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
 )
+app.command("shoal.cli_train:train", name="train", help="Train a GPT; run the same command again to resume.")
 
 
 @app.command

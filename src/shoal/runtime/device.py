@@ -86,7 +86,9 @@ def physical_cores() -> int:
     """Count physical cores among the ones this process may run on."""
     logical = logical_cores()
     if platform.system() == "Darwin":
-        answer = subprocess.run(["sysctl", "-n", "hw.physicalcpu"], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ["sysctl", "-n", "hw.physicalcpu"], capture_output=True, text=True, check=False
+        )
         return min(logical, int(answer.stdout or logical))
     if not hasattr(os, "sched_getaffinity"):
         return logical

@@ -76,7 +76,9 @@ def read_json(path: Path, what: str) -> Any:
     """Read one JSON file of bounded size; `what` names it in the error ("dataset manifest")."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise InputError(f"{what} {path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of Shoal's")
+            raise InputError(
+                f"{what} {path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of Shoal's"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error

@@ -103,7 +103,11 @@ def join(runtime: Runtime) -> Process:
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=runtime.timeout_s)
     dist.init_process_group(
-        device.backend, store=_open_store(seat, timeout), rank=seat.rank, world_size=seat.world_size, timeout=timeout
+        device.backend,
+        store=_open_store(seat, timeout),
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timeout,
     )
     groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
     return Process(seat, device, threads, reason, *groups)
@@ -129,7 +133,9 @@ def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
     agent_owns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = seat.rank == 0 and not agent_owns_store
     try:
-        store = dist.TCPStore(address, port, seat.world_size, is_master, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            address, port, seat.world_size, is_master, timeout=timeout, wait_for_workers=False
+        )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise InputError(

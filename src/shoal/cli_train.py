@@ -1,0 +1,123 @@
+"""`shoal train`: its arguments and help. Loaded when the command is asked for, as it imports the configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from shoal.config.load import load_config
+from shoal.config.sections import Config
+from shoal.errors import InputError
+
+
+def train(
+    config: str,
+    /,
+    *,
+    data: tuple[Path, ...] = (),
+    run: Path | None = None,
+    nproc: int = 1,
+    max_restarts: int | None = None,
+    init: Path | None = None,
+    init_optimizer: bool = False,
+    max_time: float | None = None,
+    stop_after: int | None = None,
+    settings: Annotated[Config | None, Parameter(name="*")] = None,
+) -> int:
+    """Train a GPT from a configuration; run the same command again to resume.
+
+    The same command serves one process and many: start it alone, with --nproc, under torchrun or in a Slurm job.
+    Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.
+
+    Example: shoal train tiny --data datasets/my-text --run runs/first --nproc 2 --train.steps 500
+
+    Parameters
+    ----------
+    config
+        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
+    data
+        Dataset folders made by `shoal prepare`; several are mixed, by data.weights or in proportion to their size.
+    run
+        Folder of the run: settings, metrics, checkpoints. Default: runs/CONFIG-DATASET.
+    nproc
+        Worker processes on this machine, each with its own device or share of the cores.
+    max_restarts
+        How often to start again from the last committed checkpoint after a rank has failed. Default: 3 with
+        --nproc above 1.
+    init
+        Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
+    init_optimizer
+        With --init: keep the optimiser's moments too.
+    max_time
+        Save and exit with status 75 after this many seconds.
+    stop_after
+        Save and exit with status 75 after this step, keeping the schedule of the full run.
+    settings
+        Any setting of the configuration, as --section.field VALUE; it wins over the file.
+    """
+    from shoal.runtime.process import read_seat
+    from shoal.train.request import Request
+
+    overrides = _given(settings, data, max_time, stop_after)
+    resolved = load_config(config, overrides)
+    run_dir = run or Path("runs") / "-".join(
+        [Path(config).stem, *(Path(d).name for d in resolved.data.datasets)]
+    )
+    request = Request(resolved, run_dir.absolute(), init, init_optimizer)
+    if read_seat() is not None:  # a worker: of our launcher, torchrun or srun
+        from shoal.train.worker import run as run_worker
+
+        return run_worker(request)
+    return _start(request, nproc, max_restarts)
+
+
+def _start(request: Any, nproc: int, max_restarts: int | None) -> int:
+    """Check what can be checked in one process, then train here or launch workers."""
+    from shoal.runtime.files import disk_error
+    from shoal.runtime.log import log, to_screen
+
+    if nproc < 1:
+        raise InputError(f"--nproc {nproc}: at least 1 is needed")
+    request.check(nproc)
+    try:
+        request.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, request.run_dir) from error
+    if nproc == 1 and max_restarts is None:
+        from shoal.train.worker import run as run_worker
+
+        return run_worker(request)
+    from shoal.runtime.device import logical_cores
+    from shoal.runtime.launch import launch
+
+    to_screen()
+    if nproc > logical_cores():
+        log.warning(
+            f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
+        )
+    return launch(sys.argv[1:], nproc, request.run_dir, 3 if max_restarts is None else max_restarts)
+
+
+def _given(
+    settings: Config | None, data: tuple[Path, ...], max_time: float | None, stop_after: int | None
+) -> dict[str, dict[str, Any]]:
+    """Collect what the command line sets, section by section."""
+    given: dict[str, dict[str, Any]] = {}
+    if settings is not None:
+        given = {
+            section: {
+                name: getattr(getattr(settings, section), name)
+                for name in getattr(settings, section).model_fields_set
+            }
+            for section in settings.model_fields_set
+        }
+    if data:
+        given.setdefault("data", {})["datasets"] = [str(path.absolute()) for path in data]
+    if max_time is not None:
+        given.setdefault("runtime", {})["max_time_s"] = max_time
+    if stop_after is not None:
+        given.setdefault("runtime", {})["stop_after"] = stop_after
+    return given

@@ -1,0 +1,124 @@
+"""From a preset or TOML file plus overrides to a Config, and back to TOML. Errors name the file and the nearest key."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.config.sections import Config
+from shoal.errors import ConfigError, nearest
+
+_MAX_TOML_BYTES = 1 << 20
+
+
+def preset_names() -> list[str]:
+    """List the configurations that come with Shoal."""
+    folder = resources.files("shoal.presets")
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def load_config(source: str, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """Load a preset by name or a TOML file by path, then apply overrides {section: {field: value}}."""
+    path = Path(source)
+    if path.suffix == ".toml" or path.is_file():
+        values = _parse(_read(path), source)
+    elif source in preset_names():
+        values = _parse(
+            resources.files("shoal.presets").joinpath(f"{source}.toml").read_text(), f"preset {source}"
+        )
+    else:
+        raise ConfigError(
+            f"{source!r} is neither a TOML file nor a preset", hint=nearest(source, preset_names())
+        )
+    merged = {**values}
+    for section, fields in (overrides or {}).items():
+        merged[section] = {**values.get(section, {}), **fields}
+    return validate(merged, source)
+
+
+def validate(values: Mapping[str, Any], source: str) -> Config:
+    """Check raw values against the sections; `source` names where they came from."""
+    _refuse_unknown(values, source)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"])
+            lines.append(f"{name} = {problem['input']!r}: {problem['msg'].lower()}")
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from error
+
+
+def config_from_toml(text: str, source: str) -> Config:
+    """Read a stored configuration; `source` names it in errors."""
+    return validate(_parse(text, source), source)
+
+
+def to_toml(config: Config) -> str:
+    """Write every setting as TOML; `config_from_toml` gives the same object back. Unset settings are left out."""
+    blocks = []
+    for section, model in config:
+        lines = [f"{name} = {_toml_value(value)}" for name, value in model if value is not None]
+        blocks.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def differences(config: Config, reference: Config) -> list[tuple[str, Any, Any]]:
+    """List (name, value, reference value) for every setting in which two configurations differ."""
+    return [
+        (f"{section}.{name}", value, getattr(getattr(reference, section), name))
+        for section, model in config
+        for name, value in model
+        if value != getattr(getattr(reference, section), name)
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_TOML_BYTES:
+            raise ConfigError(f"{path} is larger than 1 MiB: not a configuration")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"configuration {path} cannot be read: {reason}") from error
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+
+
+def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
+    for section, fields in values.items():
+        if section not in Config.model_fields:
+            raise ConfigError(
+                f"{source}: unknown section [{section}]", hint=nearest(section, Config.model_fields)
+            )
+        model = Config.model_fields[section].annotation
+        assert isinstance(model, type) and issubclass(model, BaseModel), section
+        if not isinstance(fields, Mapping):
+            raise ConfigError(
+                f"{source}: {section} must be a section: write [{section}] and its fields below"
+            )
+        for name in fields:
+            if name not in model.model_fields:
+                near = nearest(name, model.model_fields)
+                raise ConfigError(f"{source}: unknown key {section}.{name}", hint=near)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in escaped) + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,97 @@
+"""Rules that tie several settings together. Machine-independent: what a machine can do is checked where it runs."""
+
+from __future__ import annotations
+
+from shoal.config.sections import Config
+from shoal.errors import ConfigError
+
+
+def divisors_near(value: int, total: int) -> str:
+    """Name the divisors of `total` next to `value`, below and above."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    below = [n for n in divisors if n < value][-1:]
+    above = [n for n in divisors if n > value][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuse combinations that cannot work on world_size data-parallel ranks, naming what would."""
+    _check_model(config)
+    _check_batch(config, world_size)
+    _check_lengths(config)
+    weights, datasets = config.data.weights, config.data.datasets
+    if weights and len(weights) != len(datasets):
+        raise ConfigError(
+            f"data.weights has {len(weights)} values for {len(datasets)} dataset(s)",
+            hint="give one weight for each dataset, or none",
+        )
+
+
+def grad_accum_steps(config: Config, world_size: int) -> int:
+    """Return the micro-steps of one optimiser step on each of world_size ranks."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * world_size)
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.d_model % model.n_heads:
+        near = divisors_near(model.n_heads, model.d_model)
+        raise ConfigError(
+            f"model.d_model = {model.d_model} is not divisible by model.n_heads = {model.n_heads}",
+            hint=f"use model.n_heads = {near}",
+        )
+    if model.style == "llama" and (model.d_model // model.n_heads) % 2:
+        raise ConfigError(
+            f"model.d_model / model.n_heads = {model.d_model // model.n_heads} is odd: RoPE turns pairs",
+            hint="choose n_heads so that d_model / n_heads is even",
+        )
+    if model.style == "gpt2" and model.n_kv_heads not in (0, model.n_heads):
+        raise ConfigError(
+            f"model.n_kv_heads = {model.n_kv_heads}: grouped-query attention belongs to model.style = llama",
+            hint="use model.n_kv_heads = 0, or model.style = llama",
+        )
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        near = divisors_near(model.n_kv_heads, model.n_heads)
+        raise ConfigError(
+            f"model.n_heads = {model.n_heads} is not divisible by model.n_kv_heads = {model.n_kv_heads}",
+            hint=f"use model.n_kv_heads = {near}",
+        )
+
+
+def _check_batch(config: Config, world_size: int) -> None:
+    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if total % world_size:
+        low = total // world_size * world_size
+        near = " or ".join(str(n) for n in (low, low + world_size) if n)
+        raise ConfigError(
+            f"train.global_batch_size = {total} does not divide among {world_size} ranks",
+            hint=f"use train.global_batch_size = {near}",
+        )
+    share = total // world_size
+    if share % micro:
+        raise ConfigError(
+            f"train.micro_batch_size = {micro} does not divide a rank's share of {share} sequences "
+            f"(train.global_batch_size = {total} on {world_size} rank(s))",
+            hint=f"use train.micro_batch_size = {divisors_near(micro, share)}, "
+            f"or train.global_batch_size = {max(1, total // (micro * world_size)) * micro * world_size}",
+        )
+
+
+def _check_lengths(config: Config) -> None:
+    for name, length in (("train.seq_len", config.train.seq_len), ("eval.seq_len", config.eval.seq_len)):
+        if length > config.model.max_seq_len:
+            raise ConfigError(
+                f"{name} = {length} is longer than model.max_seq_len = {config.model.max_seq_len} positions",
+                hint=f"raise model.max_seq_len or use {name} <= {config.model.max_seq_len}",
+            )
+    if config.optimizer.lr < config.schedule.min_lr:
+        raise ConfigError(
+            f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak optimizer.lr = {config.optimizer.lr:g}",
+            hint="lower schedule.min_lr",
+        )
+    decay = config.schedule.decay_steps or config.train.steps
+    if config.schedule.warmup_steps > decay:
+        raise ConfigError(
+            f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the decay's end at step {decay}",
+            hint="use fewer warm-up steps or more train.steps",
+        )

@@ -1,0 +1,165 @@
+"""Which sequences a step trains on: a pure function of (datasets, seed, step). Ranks own ranges, never files.
+
+Each dataset's token stream is cut into windows of seq_len + 1 tokens, a window's last token being the next
+one's first. Without weights, all windows of all datasets form one epoch, each trained on exactly once in an
+order drawn anew for each epoch. With weights, every block of `_MIX_BLOCK` samples holds each dataset's exact
+share, and each dataset runs through its own epochs. A batch may straddle two epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.dataset import TokenSplit
+from shoal.data.permutation import permute
+from shoal.errors import ConfigError, DataError
+
+_MIX_BLOCK = 10_000  # a weight is honoured to one part in this
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a step. `tokens` int64 [sequences, seq_len + 1]; `samples` their places in the run."""
+
+    step: int
+    tokens: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    global_tokens: int  # targets of the whole step, over all ranks
+
+
+class Windows:
+    """The windows of one split of several datasets, in one index space."""
+
+    def __init__(self, splits: Sequence[TokenSplit], seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.splits = splits
+        self.counts = np.array(
+            [max(0, (split.num_tokens - 1) // seq_len) for split in splits], dtype=np.int64
+        )
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)])
+
+    @property
+    def total(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens at the ends of the splits that fill no window."""
+        return int(
+            sum(s.num_tokens - c * self.seq_len for s, c in zip(self.splits, self.counts, strict=True))
+        )
+
+    def read(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Read windows by index into int64 [len(index), seq_len + 1]."""
+        out = np.empty((len(index), self.seq_len + 1), dtype=np.int64)
+        owner = np.searchsorted(self.starts, index, side="right") - 1
+        for row, (dataset, window) in enumerate(zip(owner, index - self.starts[owner], strict=True)):
+            begin = int(window) * self.seq_len
+            out[row] = self.splits[dataset].tokens[begin : begin + self.seq_len + 1]
+        return out
+
+
+class Loader:
+    """Gives each rank its part of the batch of any step; holds no state."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        weights: Sequence[float],
+        global_batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.windows = windows
+        self._quotas = _quotas(weights, windows) if len(weights) > 1 else None
+        self._batch = global_batch_size
+        self._seed = seed
+        self._share = global_batch_size // world_size
+        self._first = rank * self._share
+        if not windows.total:
+            held = sum(split.num_tokens for split in windows.splits)
+            raise DataError(
+                f"the training data holds {held} tokens, fewer than one window of train.seq_len + 1 = "
+                f"{windows.seq_len + 1}",
+                hint=f"use train.seq_len <= {max(1, held - 1)}, or more text",
+            )
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that use each window once (with weights: as many samples as there are windows)."""
+        return self.windows.total / self._batch
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's sequences of a step (1-based)."""
+        samples = (step - 1) * self._batch + self._first + np.arange(self._share, dtype=np.int64)
+        tokens = self.windows.read(self.window_index(samples))
+        return Batch(step, tokens, samples, self._batch * self.windows.seq_len)
+
+    def step_samples(self, step: int) -> NDArray[np.int64]:
+        """Return the places in the run of all samples of a step, over all ranks."""
+        return (step - 1) * self._batch + np.arange(self._batch, dtype=np.int64)
+
+    def epoch_begins(self, step: int) -> int:
+        """Return the number (from 2) of an epoch whose first sample lies in this step, else 0."""
+        before, after = (step - 1) * self._batch - 1, step * self._batch - 1
+        epoch = after // self.windows.total
+        return epoch + 1 if step > 1 and epoch > before // self.windows.total else 0
+
+    def window_index(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Map places in the run to windows."""
+        if self._quotas is None:
+            return self._shuffle(samples, self.windows.total, "all")
+        out = np.empty_like(samples)
+        block, place = np.divmod(samples, _MIX_BLOCK)
+        slot = np.empty_like(place)
+        for number in np.unique(block):
+            here = block == number
+            slot[here] = permute(place[here], _MIX_BLOCK, self._seed, "mix", int(number))
+        bounds = np.concatenate([[0], np.cumsum(self._quotas)])
+        owner = np.searchsorted(bounds, slot, side="right") - 1
+        for dataset, quota in enumerate(self._quotas):
+            mine = owner == dataset
+            drawn = block[mine] * quota + slot[mine] - bounds[dataset]
+            local = self._shuffle(drawn, int(self.windows.counts[dataset]), dataset)
+            out[mine] = self.windows.starts[dataset] + local
+        return out
+
+    def _shuffle(self, drawn: NDArray[np.int64], size: int, name: int | str) -> NDArray[np.int64]:
+        """Turn the n-th draw from `size` windows into a window, each once an epoch."""
+        epoch, place = np.divmod(drawn, size)
+        out = np.empty_like(place)
+        for number in np.unique(epoch):
+            here = epoch == number
+            out[here] = permute(place[here], size, self._seed, name, int(number))
+        return out
+
+
+def fixed_sample(windows: Windows, count: int) -> NDArray[np.int64]:
+    """Choose `count` windows (or all there are) for evaluation: the same ones in every run and layout."""
+    index = np.arange(min(count, windows.total), dtype=np.int64)
+    return permute(index, windows.total, "evaluation")
+
+
+def _quotas(weights: Sequence[float], windows: Windows) -> NDArray[np.int64]:
+    """Share the places of a mix block by weight, largest remainders first."""
+    empty = [number for number, count in enumerate(windows.counts) if not count]
+    if empty:
+        raise DataError(
+            f"dataset {empty[0] + 1} of {len(windows.counts)} holds no full window of {windows.seq_len + 1} tokens",
+            hint="leave it out, or use a smaller train.seq_len",
+        )
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * _MIX_BLOCK
+    quotas = np.floor(exact).astype(np.int64)
+    quotas[np.argsort(quotas - exact, kind="stable")[: _MIX_BLOCK - quotas.sum()]] += 1
+    if not quotas.all():
+        raise ConfigError(
+            f"data.weights = {list(weights)}: the smallest is below 1/{_MIX_BLOCK} of their sum",
+            hint="raise it, or leave that dataset out",
+        )
+    return quotas

@@ -1,0 +1,42 @@
+"""Gradients summed over all replicas by the back end's all-reduce, bucket by bucket, during the backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class AllReduce:
+    """A DDP communication hook that leaves the waiting to `wait`, so that exposed time can be measured.
+
+    The sum is not divided: the loss already is, by the global number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: list[dist.Work] = []
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Take over the gradient exchange of a DDP model."""
+        model.register_comm_hook(None, self._start)
+
+    def wait(self) -> None:
+        """Return when every bucket holds the sum over all replicas."""
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    def after_step(self, step: int) -> None:
+        """Do nothing: replicas that sum every gradient never drift."""
+
+    def _start(self, _state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None, "this rank is in no group"
+        self._in_flight.append(work)
+        # DDP only keeps a reference to the buffer; nobody reads it before `wait`.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        future.set_result(buffer)
+        return future

@@ -1,0 +1,78 @@
+"""Language modelling: predict each next token of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal import scoring
+from shoal.data.loader import Batch, Loader, Windows, fixed_sample
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes: tokens_bt [sequences, seq_len + 1] and a dropout key for each sequence."""
+
+    tokens_bt: Tensor
+    dropout_keys_b: Tensor
+
+
+class Gpt:
+    """The task seam: a batch for a step, and the (loss sum, token count) of a model on a part of it."""
+
+    def __init__(self, loader: Loader, *, seed: int, micro_batch_size: int, device: torch.device) -> None:
+        self.loader = loader
+        self._seed = seed
+        self._micro = micro_batch_size
+        self._device = device
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's share of a step."""
+        return self.loader.batch(step)
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Cut a rank's share into the parts of one forward pass each, on the device."""
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        keys = torch.from_numpy(dropout_keys(self._seed, batch.samples)).to(self._device)
+        return [
+            MicroBatch(*parts)
+            for parts in zip(tokens.split(self._micro), keys.split(self._micro), strict=True)
+        ]
+
+    def loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
+        """Return the loss summed over the targets of a micro-batch, in nats."""
+        logits_btv = model(micro.tokens_bt[:, :-1], dropout_keys_b=micro.dropout_keys_b)
+        return scoring.loss_sum(logits_btv, micro.tokens_bt[:, 1:])
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A fixed sample of a split's windows, dealt to the ranks in turn."""
+
+    windows: Windows
+    sequences: int
+    batch_size: int
+
+    def batches(self, rank: int, world_size: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield this rank's tokens_bt [<= batch_size, seq_len + 1]; every rank yields equally often.
+
+        A rank that has run out yields an empty tensor, so that collectives between batches line up.
+        """
+        index = fixed_sample(self.windows, self.sequences)
+        mine = index[rank::world_size]
+        rounds = -(-len(index[::world_size]) // self.batch_size)
+        for number in range(rounds):
+            part = mine[number * self.batch_size : (number + 1) * self.batch_size]
+            yield torch.from_numpy(self.windows.read(part)).to(device)
+
+
+def dropout_keys(seed: int, samples: np.ndarray) -> np.ndarray:
+    """Return an int64 key for each sample of the run; the model's dropout hashes it further."""
+    with np.errstate(over="ignore"):
+        mixed = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return mixed.view(np.int64)

@@ -1,0 +1,77 @@
+"""Where the time of a step goes, and the rates that follow from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from shoal.runtime.device import Device
+
+PHASES = ("data", "forward", "backward", "communication", "optimiser")
+
+
+@dataclass
+class StepClock:
+    """Times the phases of a step. On CUDA each reading waits for queued work."""
+
+    device: Device
+    now: Callable[[], float] = time.perf_counter
+    phases: dict[str, float] = field(default_factory=dict)
+    _began: float = 0.0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._began = self.now()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of this block to a phase, in seconds."""
+        start = self.now()
+        yield
+        self.device.synchronise()
+        self.phases[name] += self.now() - start
+
+    def end(self) -> float:
+        """Return the seconds since `begin`."""
+        return self.now() - self._began
+
+
+@dataclass
+class Rates:
+    """Means over the steps since the last log line."""
+
+    tokens_per_step: int
+    world_size: int
+    flops_per_token: int
+    matmul_flops: float  # measured on this rank's device, in FLOP/s
+    peak_flops: float | None  # specified, of one device; None where unknown
+    steps: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seconds: float, phases: dict[str, float]) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.seconds += seconds
+        for name, value in phases.items():
+            self.phases[name] = self.phases.get(name, 0.0) + value
+
+    def take(self) -> dict[str, float | None]:
+        """Return rates since the last call, per step and second, and start anew."""
+        step_s = self.seconds / max(1, self.steps)
+        tokens_per_s = self.tokens_per_step / step_s if step_s else 0.0
+        per_device = tokens_per_s / self.world_size
+        flops = per_device * self.flops_per_token
+        rates = {
+            "step_ms": step_s * 1e3,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": per_device,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "mfu_measured": flops / self.matmul_flops if self.matmul_flops else None,
+            **{f"{name}_ms": value / max(1, self.steps) * 1e3 for name, value in self.phases.items()},
+        }
+        self.steps, self.seconds, self.phases = 0, 0.0, {}
+        return rates

@@ -1,0 +1,34 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from shoal.runtime.log import log
+
+
+def draw_curve(lines: list[dict[str, Any]], path: Path) -> Path | None:
+    """Draw training and validation loss over tokens into a PNG; None, and a sentence, without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("no loss curve: matplotlib is not installed (pip install 'shoal[report]')")
+        return None
+    from matplotlib.figure import Figure
+
+    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    tokens_of = {line["step"]: line["tokens"] for line in lines if "loss" in line}
+    validation = [
+        (tokens_of[line["step"]], line["validation_loss"])
+        for line in lines
+        if "validation_loss" in line and line["step"] in tokens_of
+    ]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.plot(*zip(*train, strict=True), linewidth=1, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path

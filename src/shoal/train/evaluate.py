@@ -1,0 +1,47 @@
+"""Validation and test during training."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal import scoring
+from shoal.tasks.gpt import EvalSet
+from shoal.train.job import Job
+
+
+@torch.no_grad()
+def evaluate(job: Job, subset: EvalSet) -> float | None:
+    """Return the mean loss in nats per token over a fixed sample of windows; None where a stop was asked for.
+
+    The sum over all ranks is divided once by the count over all ranks. Collective over the world.
+    """
+    model, process = job.replicated.bare, job.process
+    total, count = 0.0, 0
+    model.eval()
+    for tokens_bt in subset.batches(process.rank, process.world_size, process.device.torch_device):
+        if job.stop.requested():
+            model.train()
+            return None
+        if len(tokens_bt):
+            with job.precision.autocast():
+                total += scoring.loss_sum(model(tokens_bt[:, :-1]), tokens_bt[:, 1:]).item()
+            count += tokens_bt[:, 1:].numel()
+    model.train()
+    global_total, global_count = process.sum(total, count)
+    return global_total / global_count
+
+
+def validate(job: Job, step: int) -> None:
+    """Evaluate on the validation split and record it; a stop leaves a note to do it on resume."""
+    if job.validation is None:
+        return
+    loss = evaluate(job, job.validation)
+    job.evaluation_pending = loss is None
+    if loss is not None:
+        job.metrics.record_evaluation(step, "validation", loss)
+
+
+def validation_is_due(job: Job, step: int) -> bool:
+    """Say whether this step ends with a validation: every eval.every steps and at the last one."""
+    every = job.config.eval.every
+    return bool(every) and (step % every == 0 or step == job.config.train.steps)

@@ -1,0 +1,123 @@
+"""The one place where a training job is put together. Everything it holds is made here and named once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint.store import CheckpointStore
+from shoal.config.sections import Config
+from shoal.data.dataset import Dataset, TokenSplit
+from shoal.data.loader import Loader, Windows
+from shoal.models.init import build_decoder
+from shoal.models.shape import ModelShape, resolve_shape
+from shoal.parallel.apply import Replicated, apply
+from shoal.runtime.log import log
+from shoal.runtime.process import Process
+from shoal.runtime.stop import Stop
+from shoal.tasks.gpt import EvalSet, Gpt
+from shoal.train.clock import StepClock
+from shoal.train.guard import LossGuard
+from shoal.train.metrics import Metrics
+from shoal.train.optimiser import build_optimiser
+from shoal.train.precision import Precision
+from shoal.train.request import Request
+
+
+@dataclass
+class Job:
+    """A training job on one rank."""
+
+    request: Request
+    config: Config  # resolved: the vocabulary is the dataset's
+    process: Process
+    datasets: list[Dataset]
+    shape: ModelShape
+    task: Gpt
+    replicated: Replicated
+    optimiser: torch.optim.Optimizer
+    precision: Precision
+    validation: EvalSet | None
+    test: EvalSet | None
+    guard: LossGuard
+    clock: StepClock
+    metrics: Metrics
+    checkpoints: CheckpointStore
+    stop: Stop
+    saved_step: int = 0  # of the newest checkpoint that was committed or is being written
+    evaluation_pending: bool = False  # a stop came before the validation of the newest step was done
+    lineage: tuple[dict[str, object], ...] = ()  # the checkpoints that the weights come from
+
+    @property
+    def run_dir(self) -> Path:
+        return self.request.run_dir
+
+
+def build_job(request: Request, process: Process, stop: Stop) -> Job:
+    """Open the data and build model, optimiser and all collaborators. Collective over the world."""
+    datasets = request.check(process.world_size)
+    shape = resolve_shape(request.config.model, datasets[0].vocab_size)
+    config = _with_vocabulary(request.config, shape.vocab_size)
+    device = process.device.torch_device
+    precision = Precision(config.precision.dtype, device)
+    loader = _make_loader(config, datasets, process)
+    model = build_decoder(shape, config.train.seed, device)
+    clock = StepClock(process.device)
+    return Job(
+        request=request,
+        config=config,
+        process=process,
+        datasets=datasets,
+        shape=shape,
+        task=Gpt(
+            loader, seed=config.train.seed, micro_batch_size=config.train.micro_batch_size, device=device
+        ),
+        optimiser=build_optimiser(model, config.optimizer),
+        replicated=apply(model, process),
+        precision=precision,
+        validation=_eval_set(config, datasets, "validation"),
+        test=_eval_set(config, datasets, "test"),
+        guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
+        clock=clock,
+        metrics=Metrics(request.run_dir, config, shape, process, precision, clock),
+        checkpoints=CheckpointStore(
+            request.run_dir / "checkpoints",
+            group=process.saving,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            keep_every_weights_only=config.checkpoint.keep_every_weights_only,
+        ),
+        stop=stop,
+    )
+
+
+def _with_vocabulary(config: Config, vocab_size: int) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+
+
+def _make_loader(config: Config, datasets: list[Dataset], process: Process) -> Loader:
+    return Loader(
+        Windows(_splits(datasets, "train"), config.train.seq_len),
+        weights=config.data.weights,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.train.seed,
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+
+
+def _eval_set(config: Config, datasets: list[Dataset], name: str) -> EvalSet | None:
+    """Choose the windows of an evaluation; None, and a line in the log, where the split has too few tokens."""
+    windows = Windows(_splits(datasets, name), config.eval.seq_len or config.train.seq_len)
+    if not windows.total:
+        held = sum(split.num_tokens for split in windows.splits)
+        log.info(f"no {name}: the split holds {held} tokens, fewer than one window of {windows.seq_len + 1}")
+        return None
+    sequences = min(config.eval.sequences, windows.total)
+    return EvalSet(windows, sequences, config.eval.batch_size or config.train.micro_batch_size)
+
+
+def _splits(datasets: list[Dataset], name: str) -> list[TokenSplit]:
+    return [split for dataset in datasets if (split := dataset.split(name)) is not None]

@@ -1,0 +1,57 @@
+"""The training loop: one iteration is one optimiser step."""
+
+from __future__ import annotations
+
+from shoal.runtime.log import log
+from shoal.train.evaluate import evaluate, validate, validation_is_due
+from shoal.train.job import Job
+from shoal.train.saving import resume, save, save_is_due
+from shoal.train.step import clip, forward_backward, update
+
+
+def train(job: Job) -> bool:
+    """Run from the last committed step to the end; return False when stopped early on request.
+
+    Collective over the world.
+    """
+    step = resume(job)
+    job.metrics.start(step)
+    if job.evaluation_pending:
+        validate(job, step)
+    for step in range(step + 1, job.config.train.steps + 1):
+        job.clock.begin()
+        with job.clock.phase("data"):
+            batch = job.task.batch(step)
+        loss = forward_backward(job, batch)
+        grad_norm = clip(job)
+        applied = job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step).tolist())
+        if applied:
+            update(job, step)
+        job.replicated.sync.after_step(step)
+        job.metrics.record(step, loss=loss, grad_norm=grad_norm, applied=applied)
+        if validation_is_due(job, step):
+            validate(job, step)
+        if save_is_due(job, step):
+            save(job, step)
+        job.checkpoints.poll()
+        if job.stop.requested(step):
+            break
+    return _finish(job, step)
+
+
+def _finish(job: Job, step: int) -> bool:
+    """Save, wait for the commit, and test the finished model; return False when the run is to be continued."""
+    save(job, step)
+    job.checkpoints.wait()
+    done = step == job.config.train.steps
+    if done and job.test is not None:
+        loss = evaluate(job, job.test)
+        done = loss is not None
+        if loss is not None:
+            job.metrics.record_evaluation(step, "test", loss)
+    if not done:
+        log.info(
+            f"stopped after step {step} by {job.stop.reason}; all is saved: run the same command to continue"
+        )
+    job.metrics.finish(complete=done)
+    return done

@@ -1,0 +1,132 @@
+"""What a run tells: metrics.jsonl (every step, the truth), the console, and the loss curve at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shoal import scoring
+from shoal.config.sections import Config
+from shoal.models.counts import flops_per_token
+from shoal.models.shape import ModelShape
+from shoal.runtime.files import write_text
+from shoal.runtime.log import log
+from shoal.runtime.memory import memory_use
+from shoal.runtime.process import Process
+from shoal.runtime.speed import measured_flops, peak_flops
+from shoal.train.clock import PHASES, Rates, StepClock
+from shoal.train.curve import draw_curve
+from shoal.train.precision import Precision
+from shoal.train.schedule import learning_rate
+
+
+class Metrics:
+    """Records steps on rank 0; the other ranks only take part in sums."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        shape: ModelShape,
+        process: Process,
+        precision: Precision,
+        clock: StepClock,
+    ) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._config = config
+        self._process = process
+        self._clock = clock
+        self.rates = Rates(
+            tokens_per_step=config.train.global_batch_size * config.train.seq_len,
+            world_size=process.world_size,
+            flops_per_token=flops_per_token(shape, config.train.seq_len),
+            matmul_flops=measured_flops(process.device, precision.dtype),
+            peak_flops=peak_flops(process.device, precision.dtype),
+        )
+        self.last_loss: float | None = None
+
+    def start(self, step: int) -> None:
+        """Drop what an earlier attempt recorded after the step that this one goes on from."""
+        if self._process.rank == 0 and self._path.exists():
+            kept = [
+                line for line in read_metrics(self._path) if line["step"] <= step and "test_loss" not in line
+            ]
+            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def record(self, step: int, *, loss: float, grad_norm: float, applied: bool) -> None:
+        """Record one optimiser step. Collective over the world on log steps, for the memory of all ranks."""
+        seconds = self._clock.end()
+        self.rates.add(seconds, self._clock.phases)
+        self.last_loss = loss if math.isfinite(loss) else None
+        line: dict[str, Any] = {
+            "step": step,
+            "tokens": step * self.rates.tokens_per_step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": learning_rate(self._config, step),
+            "applied": applied,
+            "seconds": seconds,
+            **{f"{name}_s": value for name, value in self._clock.phases.items()},
+        }
+        if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
+            use = memory_use(self._process.device)
+            memory = self._process.sum(use.allocated_bytes, use.peak_bytes, use.reserved_bytes)
+            line |= dict(zip(("allocated_bytes", "peak_bytes", "reserved_bytes"), memory, strict=True))
+            rates = self.rates.take()
+            line |= rates
+            log.info(self._console_line(line))
+        self._write(line)
+
+    def record_evaluation(self, step: int, name: str, loss: float) -> None:
+        """Record the mean loss of a split."""
+        perplexity = scoring.perplexity(loss)
+        log.info(f"step {step}: {name} loss {loss:.4f}, perplexity {perplexity:.2f}")
+        self._write({"step": step, f"{name}_loss": loss, f"{name}_perplexity": perplexity})
+
+    def record_save(self, step: int, held_s: float) -> None:
+        """Record for how long a save held training up."""
+        self._write({"step": step, "save_held_s": held_s})
+
+    def finish(self, *, complete: bool) -> None:
+        """Draw the curve of a run that is complete, and say where things are."""
+        if complete and self._process.rank == 0:
+            curve = draw_curve(read_metrics(self._path), self._path.with_name("loss.png"))
+            log.info(f"done: {self._path.parent}" + (f"; curve: {curve}" if curve else ""))
+
+    def _console_line(self, line: dict[str, Any]) -> str:
+        steps = self._config.train.steps
+        left_s = (steps - line["step"]) * line["step_ms"] / 1e3
+        mfu, basis = (
+            (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul rate")
+        )
+        memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
+        split = " ".join(f"{name} {line[f'{name}_ms'] / line['step_ms']:.0%}" for name in PHASES)
+        return (
+            f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | lr {line['lr']:.2e} | "
+            f"loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | {line['tokens_per_s']:,.0f} tokens/s | "
+            f"MFU {mfu:.0%} of {basis} | memory {memory} GB | {_duration(left_s)} left | {split}"
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._process.rank == 0:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; a last line cut short by a kill is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,82 @@
+"""The page at the start of a run: what will happen, in numbers."""
+
+from __future__ import annotations
+
+from shoal.config import rules
+from shoal.config.load import differences
+from shoal.config.sections import Config
+from shoal.models.counts import count_parameters
+from shoal.runtime.log import log
+from shoal.train.job import Job
+
+
+def print_page(job: Job) -> None:
+    """Log layout, model, data, batch and schedule, and each setting that differs from its default."""
+    rows = [*_machine(job), *_model(job), *_batch(job), *_schedule(job)]
+    width = max(len(name) for name, _ in rows)
+    log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
+    changed = [
+        f"{name} = {value}"
+        for name, value, _ in differences(job.config, Config())
+        if name not in ("data.datasets", "model.vocab_size")
+    ]
+    log.info("  settings that differ from their defaults: " + ("; ".join(changed) or "none"))
+
+
+def _machine(job: Job) -> list[tuple[str, str]]:
+    process = job.process
+    accumulation = rules.grad_accum_steps(job.config, process.world_size)
+    return [
+        ("run", str(job.run_dir)),
+        (
+            "layout",
+            f"dp{process.world_size}: {process.world_size} process(es), {accumulation} micro-step(s) of "
+            f"{job.config.train.micro_batch_size} sequence(s) each",
+        ),
+        ("device", f"{process.device.name}, {job.precision.name}"),
+        ("threads", f"{process.threads} per worker ({process.threads_reason})"),
+    ]
+
+
+def _model(job: Job) -> list[tuple[str, str]]:
+    shape, counts = job.shape, count_parameters(job.shape)
+    return [
+        ("model", f"{shape.style}: {shape.n_layers} layers x {shape.d_model} wide x {shape.n_heads} heads"),
+        ("parameters", f"{counts.total:,} in all, {counts.total:,} per rank"),
+        (
+            "vocabulary",
+            f"{shape.vocab_size:,}, padded to {shape.padded_vocab_size:,}; "
+            f"end of document {job.datasets[0].eod_id}",
+        ),
+    ]
+
+
+def _batch(job: Job) -> list[tuple[str, str]]:
+    loader, train = job.task.loader, job.config.train
+    tokens = train.global_batch_size * train.seq_len
+    return [
+        ("data", ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.datasets)),
+        (
+            "epoch",
+            f"{loader.windows.total:,} windows of {train.seq_len} tokens = {loader.steps_per_epoch:,.1f} steps; "
+            f"{loader.windows.tail_tokens:,} tokens at the ends fill no window",
+        ),
+        ("step", f"{train.global_batch_size} sequences = {tokens:,} tokens"),
+        (
+            "in all",
+            f"{train.steps:,} steps = {train.steps * tokens:,} tokens = "
+            f"{train.steps / loader.steps_per_epoch:.2f} epochs",
+        ),
+    ]
+
+
+def _schedule(job: Job) -> list[tuple[str, str]]:
+    config = job.config
+    end = config.schedule.decay_steps or config.train.steps
+    return [
+        (
+            "schedule",
+            f"{config.schedule.warmup_steps} warm-up steps to lr {config.optimizer.lr:g}, cosine to "
+            f"{config.schedule.min_lr:g} at step {end}",
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""What the user asked for when a run starts: configuration, folders, and what it begins from. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config import rules
+from shoal.config.load import config_from_toml, differences
+from shoal.config.sections import Config
+from shoal.data.dataset import Dataset, open_dataset
+from shoal.errors import ConfigError, DataError, InputError
+
+# A run cannot go on when one of these changes: the model, or which samples a step holds.
+_FIXED = ("model.", "data.weights", "train.seed", "train.seq_len", "train.global_batch_size")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One `shoal train` command, resolved."""
+
+    config: Config
+    run_dir: Path
+    init: Path | None = None
+    init_optimizer: bool = False
+
+    def open_datasets(self) -> list[Dataset]:
+        """Open the datasets; refuse none, and several with different tokenizers."""
+        if not self.config.data.datasets:
+            raise ConfigError(
+                "no dataset given",
+                hint="make one with `shoal prepare TEXT --output DIR`, then add --data DIR",
+            )
+        datasets = [open_dataset(Path(path)) for path in self.config.data.datasets]
+        first = datasets[0]
+        for other in datasets[1:]:
+            if (other.vocab_size, other.eod_id) != (first.vocab_size, first.eod_id):
+                raise DataError(
+                    f"{first.path} has {first.vocab_size} token ids and {other.path} has {other.vocab_size}: "
+                    "datasets that are mixed need the same tokenizer",
+                    hint=f"prepare {other.path} with --tokenizer {first.tokenizer_path}",
+                )
+        return datasets
+
+    def check(self, world_size: int) -> list[Dataset]:
+        """Refuse what cannot work before any process starts; return the datasets."""
+        rules.check(self.config, world_size)
+        datasets = self.open_datasets()
+        if self.init is not None and not self.init.exists():
+            raise InputError(
+                f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"
+            )
+        if self.init_optimizer and self.init is None:
+            raise InputError(
+                "--init-optimizer needs --init CKPT", hint="name the checkpoint whose moments to keep"
+            )
+        return datasets
+
+
+def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tuple[str, object, object]]:
+    """Compare with the configuration of a checkpoint; return changed settings that a resume honours.
+
+    A change of the model or of the data order is refused by name.
+    """
+    changes = differences(config, config_from_toml(stored, f"{checkpoint}/config.toml"))
+    refused = [change for change in changes if change[0].startswith(_FIXED)]
+    if refused:
+        named = "; ".join(f"{name} was {old}, now {new}" for name, new, old in refused)
+        raise ConfigError(
+            f"{checkpoint} belongs to another run: {named}",
+            hint=f"start a new run from its weights with --run NEW --init {checkpoint}, or restore the setting",
+        )
+    return [change for change in changes if change[0] != "data.datasets"]

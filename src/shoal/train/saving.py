@@ -1,0 +1,128 @@
+"""What of a job is saved, how it is found again, and how a run ends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.manifest import read_state, resolve_checkpoint
+from shoal.checkpoint.tensors import model_tensors
+from shoal.config.load import to_toml
+from shoal.errors import ConfigError, DataError
+from shoal.runtime.log import log
+from shoal.train.job import Job
+from shoal.train.optimiser import optimiser_tensors
+from shoal.train.request import refuse_other_run
+
+
+def resume(job: Job) -> int:
+    """Load the newest good checkpoint, or the weights that --init names; return the step to go on from.
+
+    Collective over the world.
+    """
+    checkpoint = job.checkpoints.latest()
+    if checkpoint is None:
+        if job.request.init is not None:
+            _load_init(job, resolve_checkpoint(job.request.init))
+        return 0
+    state = read_state(checkpoint)
+    for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
+        log.info(f"changed since the checkpoint: {name} = {new} (was {old})")
+    _refuse_other_data(job, state, checkpoint)
+    step = int(state["step"])
+    if step > job.config.train.steps:
+        raise ConfigError(
+            f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
+            hint=f"use --train.steps {step} or more, or another --run",
+        )
+    job.checkpoints.load(checkpoint, _tensors(job))
+    job.guard.load(state["guard"])
+    job.lineage = tuple(state["lineage"])
+    job.evaluation_pending = bool(state["evaluation_pending"])
+    job.saved_step = step
+    log.info(
+        f"resumed from {checkpoint.name}"
+        + (f" (restart {job.process.seat.attempt})" if job.process.seat.attempt else "")
+    )
+    return step
+
+
+def save(job: Job, step: int) -> None:
+    """Start saving the job as it is after `step`; training waits for the copy to host memory only."""
+    if job.saved_step == step:
+        return
+    files = {"config.toml": to_toml(job.config).encode()}
+    tokenizer = job.datasets[0].tokenizer_path
+    if tokenizer is not None and job.process.rank == 0:
+        files[tokenizer.name] = tokenizer.read_bytes()
+    job.metrics.record_save(step, job.checkpoints.save(step, _tensors(job), _state(job, step), files))
+    job.saved_step = step
+
+
+def save_is_due(job: Job, step: int) -> bool:
+    """Say whether this step ends with a checkpoint."""
+    every = job.config.checkpoint.every
+    return bool(every) and step % every == 0
+
+
+def _tensors(job: Job) -> dict[str, Tensor]:
+    """Name every tensor of the job: model.<parameter> and optimizer.<parameter>.<key>."""
+    model = job.replicated.bare
+    moments = optimiser_tensors(model, job.optimiser)
+    return {**model_tensors(model), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
+
+
+def _state(job: Job, step: int) -> dict[str, Any]:
+    train = job.config.train
+    return {
+        "step": step,
+        "tokens": step * train.global_batch_size * train.seq_len,
+        "loss": job.metrics.last_loss,
+        "datasets": _fingerprints(job),
+        "vocab_size": job.shape.vocab_size,
+        "padded_vocab_size": job.shape.padded_vocab_size,
+        "eod_id": job.datasets[0].eod_id,
+        "world_size": job.process.world_size,
+        "guard": job.guard.state(),
+        "evaluation_pending": job.evaluation_pending,
+        "lineage": list(job.lineage),
+        "versions": {"shoal": importlib.metadata.version("shoal"), "torch": torch.__version__},
+    }
+
+
+def _load_init(job: Job, checkpoint: Path) -> None:
+    """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
+    tensors = _tensors(job) if job.request.init_optimizer else model_tensors(job.replicated.bare)
+    job.checkpoints.load(checkpoint, tensors)
+    state = read_state(checkpoint)
+    parent = {
+        "checkpoint": str(checkpoint.resolve()),
+        "step": state["step"],
+        "tokens": state["tokens"],
+        "datasets": state["datasets"],
+        "optimizer": job.request.init_optimizer,
+    }
+    job.lineage = (*state["lineage"], parent)
+    log.info(f"weights from {checkpoint} (step {state['step']}); step, schedule and data start anew")
+
+
+def _stored_config(checkpoint: Path) -> str:
+    return (checkpoint / "config.toml").read_text(encoding="utf-8")
+
+
+def _fingerprints(job: Job) -> list[dict[str, str]]:
+    return [{"path": str(dataset.path), "fingerprint": dataset.fingerprint} for dataset in job.datasets]
+
+
+def _refuse_other_data(job: Job, state: dict[str, Any], checkpoint: Path) -> None:
+    was = [entry["fingerprint"] for entry in state["datasets"]]
+    now = [entry["fingerprint"] for entry in _fingerprints(job)]
+    if was != now:
+        raise DataError(
+            f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, {', '.join(now)} now",
+            hint=f"restore the dataset, or start a new run with --run NEW --init {checkpoint}",
+        )

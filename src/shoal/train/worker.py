@@ -1,0 +1,63 @@
+"""One rank of a training job, from joining the others to its exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from shoal.config.load import to_toml
+from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ShoalError
+from shoal.runtime import process as processes
+from shoal.runtime.failure import record_failure
+from shoal.runtime.files import write_text
+from shoal.runtime.launch import launched_by_us
+from shoal.runtime.log import quieten_libraries, to_rank_file
+from shoal.runtime.stop import Stop, stopped_marker
+from shoal.train.job import build_job
+from shoal.train.loop import train
+from shoal.train.page import print_page
+from shoal.train.request import Request
+
+
+def run(request: Request) -> int:
+    """Train as one rank and return shoal's exit status. Called on every rank."""
+    seat = processes.read_seat() or processes.Seat()
+    to_rank_file(request.run_dir, seat.rank, seat.attempt)
+    quieten_libraries()
+    try:
+        done = _train(request)
+    except BaseException as error:
+        record_failure(request.run_dir, seat.rank, seat.attempt, error)
+        if seat.world_size == 1 and not launched_by_us():
+            raise
+        _leave_at_once(error)
+    if done:
+        return EXIT_DONE
+    # An agent takes any other status for a failure and starts the rank again; our launcher reads the marker.
+    return EXIT_DONE if seat.world_size > 1 or launched_by_us() else EXIT_STOPPED
+
+
+def _train(request: Request) -> bool:
+    process = processes.join(request.config.runtime)
+    stop = Stop(process, request.run_dir, request.config.runtime, launched=launched_by_us())
+    stop.listen()
+    job = build_job(request, process, stop)
+    if process.rank == 0:
+        write_text(request.run_dir / "config.toml", to_toml(job.config))
+        if process.seat.attempt == 0:
+            print_page(job)
+    done = train(job)
+    if not done and process.rank == 0:
+        stopped_marker(request.run_dir).touch()
+    processes.leave()
+    return done
+
+
+def _leave_at_once(error: BaseException) -> None:
+    """End this rank without waiting for threads or groups that may hang with a dead peer."""
+    if not isinstance(error, ShoalError):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code if isinstance(error, ShoalError) else EXIT_FAILED)
