@@ -1,0 +1,155 @@
+"""A dataset folder: token files for each split, the tokenizer, and a manifest that says what they must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shoal.data.indexed import IndexedReader
+from shoal.errors import DataError, InputError
+from shoal.runtime.files import hash_file, read_json
+
+MANIFEST = "manifest.json"
+FORMAT = "shoal-dataset"
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation", "test")
+_REMAKE = "prepare it again with `shoal prepare`, or copy it again from where it came"
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """The tokens of one split, end to end, and how many documents they hold."""
+
+    name: str
+    tokens: np.ndarray  # 1-D, read-only, memory-mapped
+    num_documents: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens, end-of-document tokens included."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset folder; `fingerprint` changes with everything that would change a batch."""
+
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    eod_id: int
+    tokenizer_path: Path | None
+    manifest: dict[str, Any]
+    splits: dict[str, TokenSplit]
+
+    def split(self, name: str) -> TokenSplit | None:
+        """Return a split, or None where the dataset was prepared without it."""
+        return self.splits.get(name)
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """Hash what decides a batch: token files, dtype, vocabulary, tokenizer; not paths."""
+    parts = [manifest["dtype"], manifest["vocab_size"], manifest["eod_id"], manifest["tokenizer"]["xxh3"]]
+    for name in SPLITS:
+        if name in manifest["splits"]:
+            facts = manifest["splits"][name]
+            parts += [name, facts["bin_xxh3"], facts["idx_xxh3"]]
+    return xxhash.xxh3_128("\n".join(map(str, parts)).encode()).hexdigest()
+
+
+def open_dataset(path: Path) -> Dataset:
+    """Open a dataset folder, checking sizes, dtype and header against its manifest."""
+    path = Path(path)
+    manifest = _read_manifest(path)
+    try:
+        splits = {name: _open_split(path, name, manifest) for name in SPLITS if name in manifest["splits"]}
+        tokenizer = _tokenizer_path(path, manifest["tokenizer"]["file"])
+        vocab_size, eod_id = int(manifest["vocab_size"]), int(manifest["eod_id"])
+        digest = fingerprint(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
+    return Dataset(path, digest, vocab_size, eod_id, tokenizer, manifest, splits)
+
+
+def verify_dataset(path: Path) -> Dataset:
+    """Open a dataset and read every byte again: hashes, index against tokens, ids against vocabulary."""
+    dataset = open_dataset(path)
+    for name, split in dataset.splits.items():
+        facts = dataset.manifest["splits"][name]
+        for kind in ("bin", "idx"):
+            _check_hash(dataset.path / f"{name}.{kind}", facts[f"{kind}_xxh3"])
+        IndexedReader(dataset.path / name).check()
+        if split.num_tokens and int(split.tokens.max()) >= dataset.vocab_size:
+            raise DataError(
+                f"{name}.bin holds id {int(split.tokens.max())}; the vocabulary has {dataset.vocab_size}",
+                hint=_REMAKE,
+            )
+    if dataset.tokenizer_path is not None:
+        _check_hash(dataset.tokenizer_path, dataset.manifest["tokenizer"]["xxh3"])
+    return dataset
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest and check that it is one of ours."""
+    if not path.is_dir():
+        raise DataError(
+            f"there is no dataset folder {path}", hint=f"make one: shoal prepare TEXT --output {path}"
+        )
+    if not (path / MANIFEST).is_file():
+        raise DataError(
+            f"{path} is not a finished dataset: it has no {MANIFEST}",
+            hint="run the `shoal prepare` command that writes it again; it continues where it stopped",
+        )
+    try:
+        manifest = read_json(path / MANIFEST, "dataset manifest")
+    except InputError as error:
+        raise DataError(error.message, hint=_REMAKE) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path / MANIFEST} is not a Shoal dataset manifest", hint=_REMAKE)
+    if manifest.get("version") != FORMAT_VERSION:
+        raise DataError(
+            f"dataset {path} has format version {manifest.get('version')}; this Shoal reads {FORMAT_VERSION}",
+            hint=_REMAKE,
+        )
+    return manifest
+
+
+def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> TokenSplit:
+    """Open one split and compare it with the manifest."""
+    facts = manifest["splits"][name]
+    reader = IndexedReader(path / name)
+    found = {
+        "dtype": reader.dtype.name,
+        "tokens": len(reader.tokens),
+        "documents": reader.num_documents,
+        "idx_bytes": reader.idx_path.stat().st_size,
+    }
+    for key, value in found.items():
+        expected = manifest["dtype"] if key == "dtype" else facts[key]
+        if value != expected:
+            raise DataError(
+                f"{path / name}: {key} is {value}, the manifest says {expected}: damaged", hint=_REMAKE
+            )
+    return TokenSplit(name, reader.tokens, reader.num_documents)
+
+
+def _tokenizer_path(path: Path, file: str | None) -> Path | None:
+    """Return where the tokenizer lies; a manifest from a stranger may not point outside its folder."""
+    if file is None:
+        return None
+    if Path(file).name != file or not (path / file).is_file():
+        raise DataError(f"dataset {path} has no tokenizer file {file!r}", hint=_REMAKE)
+    return path / file
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    """Compare a file with its hash in the manifest."""
+    found = hash_file(path)
+    if found != expected:
+        raise DataError(
+            f"{path} changed since it was prepared: hash {found}, expected {expected}", hint=_REMAKE
+        )

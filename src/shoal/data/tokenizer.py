@@ -1,0 +1,295 @@
+"""Text to ids and back: `tokenizer.json` through the tokenizers library, SentencePiece models, bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.data.bytelevel import BYTE_OF, CUT_ANYWHERE, byte_level_merges, cut_rule, tiktoken_ranks, to_chars
+from shoal.errors import DataError
+
+MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json has some 40 MB
+MAX_VOCAB = 1 << 24
+PIECE_BYTES = 1 << 20  # longer texts are encoded piece by piece
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+JSON_NAME, MODEL_NAME = "tokenizer.json", "tokenizer.model"
+GPT2_PAT = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # the same, faster
+)
+
+
+class Backend(Protocol):
+    """What differs between kinds of tokenizers; `cut` finds where a text may be cut (None: nowhere known)."""
+
+    name: str
+    vocab_size: int
+    eod_id: int
+    cut: re.Pattern[bytes] | None
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts of moderate size."""
+
+    def text(self, ids: list[int]) -> str:
+        """Decode ids, leaving special tokens out."""
+
+
+class Tokenizer:
+    """Encode and decode text. The text of a special token is only text; it never becomes the special id."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.name = backend.name
+        self.vocab_size = backend.vocab_size
+        self.eod_id = backend.eod_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text, without an end-of-document id."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return 1-D uint32 ids for each text. A long text is cut where its ids cannot change."""
+        if all(len(text) <= PIECE_BYTES // 4 for text in texts):
+            return self._ids(texts)
+        out = []
+        for text in texts:
+            parts = [self._ids([piece])[0] for piece in self._pieces(text)]
+            out.append(np.concatenate(parts) if parts else np.zeros(0, np.uint32))
+        return out
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; special tokens leave no trace, broken UTF-8 becomes U+FFFD."""
+        return self._backend.text([int(i) for i in ids])
+
+    def stream(self) -> TextStream:
+        """Return a decoder for ids that come one by one."""
+        return TextStream(self)
+
+    def find_cut(self, data: bytes, start: int) -> int | None:
+        """Return the first place from `start` on where UTF-8 `data` may be cut; None where there is none."""
+        found = self._backend.cut.search(data, start) if self._backend.cut else None
+        return found.start() if found else None
+
+    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode, turning a lone surrogate into a sentence."""
+        try:
+            return self._backend.ids(texts)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the text is not valid Unicode: {error.reason}", hint="remove lone surrogates"
+            ) from error
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Cut a long text into pieces of about PIECE_BYTES."""
+        data, start = text.encode(errors="surrogatepass"), 0
+        while start < len(data):
+            end = self.find_cut(data, start + PIECE_BYTES) if start + PIECE_BYTES < len(data) else len(data)
+            end = len(data) if end is None else end
+            yield data[start:end].decode(errors="surrogatepass")
+            start = end
+
+
+class TextStream:
+    """Decode ids as they come; nothing is returned until its last character is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._known = 0  # ids whose text was returned; they stay as context, for joints between tokens
+
+    def push(self, token_id: int) -> str:
+        """Add one id; return the text that became certain, often none."""
+        self._ids.append(int(token_id))
+        fresh = self._fresh()
+        if not fresh or fresh.endswith("\ufffd"):
+            return ""
+        self._ids = self._ids[self._known :]
+        self._known = len(self._ids)
+        return fresh
+
+    def flush(self) -> str:
+        """Return what is left; half a character becomes U+FFFD."""
+        fresh = self._fresh()
+        self._ids, self._known = [], 0
+        return fresh
+
+    def _fresh(self) -> str:
+        """Return the text of the ids beyond those already returned."""
+        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._known])) :]
+
+
+class JsonBackend:
+    """A `tokenizer.json`, read by the tokenizers library; bytes and GPT-2-style BPE have faster ways."""
+
+    def __init__(self, content: str, where: str) -> None:
+        from tokenizers import Tokenizer as Reference
+
+        spec = _parse_json(content, where)
+        try:
+            self.reference: Any = Reference.from_str(content)
+        except Exception as error:
+            raise DataError(f"tokenizer {where} cannot be loaded: {error}") from error
+        self.reference.no_truncation()
+        self.reference.no_padding()
+        self.reference.encode_special_tokens = True
+        vocab = self.reference.get_vocab(with_added_tokens=True)
+        self.vocab_size = _checked_size(max(vocab.values(), default=-1) + 1, where)
+        self.eod_id = next((vocab[name] for name in EOD_NAMES if name in vocab), -1)
+        if self.eod_id < 0:
+            raise DataError(
+                f"tokenizer {where} has no end-of-document token",
+                hint=f"add one of these as a special token: {', '.join(EOD_NAMES)}",
+            )
+        self._spec = spec
+        self._is_bytes = _is_bytes(spec)
+        self.cut = CUT_ANYWHERE if self._is_bytes else cut_rule(spec)
+        self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode by the fastest way that is proven to give the reference's ids."""
+        if self._is_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        if self._fast is not None:
+            encoder, table = self._fast
+            return [table[encoder.encode_to_numpy(text, disallowed_special=())] for text in texts]
+        for text in texts:
+            text.encode()  # a lone surrogate must raise here, not inside the library
+        found = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def text(self, ids: list[int]) -> str:
+        """Decode ids, leaving special tokens out."""
+        return str(self.reference.decode(ids, skip_special_tokens=True))
+
+    @cached_property
+    def _fast(self) -> tuple[Any, np.ndarray] | None:
+        """Build tiktoken's core and the table from its ranks to ids; None where equal ids are not proven."""
+        merges = byte_level_merges(self._spec)
+        ranks = tiktoken_ranks(merges) if merges else None
+        if ranks is None:
+            return None
+        import tiktoken
+
+        vocab = self._spec["model"]["vocab"]
+        try:
+            table = np.array([vocab[to_chars(token)] for token in ranks], dtype=np.uint32)
+        except KeyError:
+            return None
+        encoding = tiktoken.Encoding("shoal", pat_str=GPT2_PAT, mergeable_ranks=ranks, special_tokens={})
+        return encoding, table
+
+
+class SentencePieceBackend:
+    """A SentencePiece `.model`, read by its own library. Long texts stay whole: scores see all of a text."""
+
+    cut: re.Pattern[bytes] | None = None
+
+    def __init__(self, content: bytes, where: str) -> None:
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError as error:
+            raise DataError(
+                "a SentencePiece model needs its library", hint="pip install sentencepiece"
+            ) from error
+        try:
+            self.processor: Any = SentencePieceProcessor(model_proto=content)
+        except Exception as error:
+            raise DataError(f"tokenizer {where} is not a SentencePiece model: {error}") from error
+        self.vocab_size = _checked_size(self.processor.vocab_size(), where)
+        self.eod_id = self.processor.eos_id()
+        if self.eod_id < 0:
+            raise DataError(
+                f"tokenizer {where} has no </s>, which ends a document", hint="train it with eos_id set"
+            )
+        self.name = "SentencePiece"
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts one after the other."""
+        for text in texts:
+            text.encode()
+        found = self.processor.encode(list(texts), num_threads=1)
+        return [np.array(ids, dtype=np.uint32) for ids in found]
+
+    def text(self, ids: list[int]) -> str:
+        """Decode ids, leaving control tokens out."""
+        return str(self.processor.decode(ids))
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a `tokenizer.json` or SentencePiece `.model`, or the one in folder `path`."""
+    path = _tokenizer_file(Path(path))
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(f"tokenizer {path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a tokenizer")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
+    return parse_tokenizer(content, str(path))
+
+
+def parse_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """Build a tokenizer from the bytes of its file; `where` names it in errors."""
+    if content.lstrip()[:1] != b"{":
+        return Tokenizer(SentencePieceBackend(content, where))
+    try:
+        return Tokenizer(JsonBackend(content.decode(), where))
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {where} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def bytes_tokenizer_json() -> str:
+    """Return the `tokenizer.json` in which each byte is its own id and 256 ends a document."""
+    return byte_level_json(dict(BYTE_OF), [], EOD_NAMES[0])
+
+
+def byte_level_json(vocab: dict[str, int], merges: list[tuple[str, str]], eod: str) -> str:
+    """Return the `tokenizer.json` of a GPT-2-style BPE with `eod` as its special token."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Reference
+
+    built = Reference(models.BPE(vocab=vocab, merges=merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens([AddedToken(eod, special=True, normalized=False)])
+    return str(built.to_str(pretty=False))
+
+
+def _tokenizer_file(path: Path) -> Path:
+    """Find the tokenizer file in a folder; a file stays as it is."""
+    if not path.is_dir():
+        return path
+    for name in (JSON_NAME, MODEL_NAME):
+        if (path / name).is_file():
+            return path / name
+    raise DataError(f"folder {path} holds no tokenizer", hint=f"it needs {JSON_NAME} or {MODEL_NAME}")
+
+
+def _parse_json(content: str, where: str) -> dict[str, Any]:
+    """Read the structure of a tokenizer.json far enough to reason about it."""
+    try:
+        spec = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer {where} is not valid JSON: {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+        raise DataError(f"tokenizer {where} is not a tokenizer.json: it has no model")
+    return spec
+
+
+def _is_bytes(spec: dict[str, Any]) -> bool:
+    """Tell whether every byte is its own id and nothing is merged."""
+    return byte_level_merges(spec) == [] and all(
+        spec["model"]["vocab"][char] == BYTE_OF[char] for char in BYTE_OF
+    )
+
+
+def _checked_size(vocab_size: int, where: str) -> int:
+    """Refuse a vocabulary that no model can have."""
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise DataError(f"tokenizer {where} has {vocab_size:,} ids; allowed are 1 to {MAX_VOCAB:,}")
+    return vocab_size
