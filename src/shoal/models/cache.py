@@ -21,8 +21,7 @@ class KVCache:
         self.values = torch.zeros_like(self.keys)
         self.starts_b = starts_b
         self.length = 0
-        self._first_start = int(starts_b.min())
-        self._padded = bool((starts_b > 0).any())
+        self._count_padding()
 
     def longest(self, num_new: int) -> int:
         """Return the tokens of the longest row once `num_new` are added."""
@@ -34,11 +33,11 @@ class KVCache:
         return (columns - self.starts_b[:, None]).clamp_(min=0)
 
     def mask(self, num_new: int) -> Tensor | None:
-        """Return which columns a new token may see, bool [batch, 1, num_new, columns]; None means all so far.
+        """Return which columns a new token may see, bool [batch, 1, num_new, columns]; None means causal.
 
         A padding token sees the padding before it, because a softmax over nothing would be NaN.
         """
-        if not self._padded and num_new == 1:
+        if not self._padded and (num_new == 1 or self.length == 0):
             return None
         total = self.length + num_new
         key = torch.arange(total, device=self.starts_b.device)
@@ -57,3 +56,9 @@ class KVCache:
         """Drop all rows of the batch but `rows`."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
         self.starts_b = self.starts_b[rows]
+        self._count_padding()
+
+    def _count_padding(self) -> None:
+        """Keep on the host what would cost a device synchronisation a token."""
+        self._first_start, last_start = int(self.starts_b.min()), int(self.starts_b.max())
+        self._padded = last_start > 0

@@ -24,9 +24,7 @@ class Context(NamedTuple):
     """What every block of one forward pass needs beside the residual stream."""
 
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, [batch or 1, 1, time, head_dim / 2]; llama
-    mask: (
-        Tensor | None
-    )  # bool [batch, 1, time, columns]; None means causal, or all columns for one cached token
+    mask: Tensor | None  # bool [batch, 1, time, columns]; None means causal
     cache: KVCache | None
     dropout_keys_b: Tensor | None
 
@@ -78,7 +76,7 @@ class Attention(nn.Module):
         grouped = q_bhtc.shape[1] != k_bhsc.shape[1]
         if self.dropout and context.dropout_keys_b is not None:
             return self._attend_with_dropout(q_bhtc, k_bhsc, v_bhsc, context.dropout_keys_b)
-        causal = context.cache is None
+        causal = context.mask is None and q_bhtc.shape[2] > 1  # one cached token sees all columns
         return F.scaled_dot_product_attention(
             q_bhtc, k_bhsc, v_bhsc, attn_mask=context.mask, is_causal=causal, enable_gqa=grouped
         )
@@ -181,6 +179,12 @@ class Decoder(nn.Module):
         follows what it holds, and it grows by them. A ConfigError refuses more positions than the learned
         table has.
         """
+        return self.head(self.hidden(tokens_bt, dropout_keys_b=dropout_keys_b, cache=cache))
+
+    def hidden(
+        self, tokens_bt: Tensor, *, dropout_keys_b: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return what the head turns into logits, [batch, time, d_model]; arguments as of `forward`."""
         time = tokens_bt.shape[1]
         self._check_call(time, dropout_keys_b, cache)
         positions = cache.positions(time) if cache else torch.arange(time, device=tokens_bt.device)[None]
@@ -196,7 +200,7 @@ class Decoder(nn.Module):
             x_btd = block(x_btd, context)
         if cache is not None:
             cache.length += time
-        return self.head(self.norm(x_btd))
+        return self.norm(x_btd)
 
     def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: KVCache | None) -> None:
         shape = self.shape

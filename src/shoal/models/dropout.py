@@ -37,7 +37,7 @@ def keyed_dropout(x: Tensor, p: float, keys_b: Tensor, site: int) -> Tensor:
     if dropped_levels == 0:
         return x
     dropped = _hash_halves(keys_b ^ site, x[0].numel()) < dropped_levels - _LEVELS // 2
-    return x.masked_fill(dropped.view_as(x), 0.0) * (_LEVELS / (_LEVELS - dropped_levels))
+    return x.masked_fill(dropped.view_as(x), 0.0).mul_(_LEVELS / (_LEVELS - dropped_levels))
 
 
 def _hash_halves(keys_b: Tensor, num_elements: int) -> Tensor:

@@ -1,0 +1,75 @@
+"""From logits to the next token. A row draws from its own generator, so the rest of the batch is nothing to it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen; an InputError names a value out of range."""
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise InputError(
+                f"temperature = {self.temperature} is not above 0",
+                hint="use --greedy for the likeliest token",
+            )
+        if self.top_k < 0:
+            raise InputError(f"top-k = {self.top_k} is negative", hint="use 1 or more, or 0 for no limit")
+        if not 0 < self.top_p <= 1:
+            raise InputError(
+                f"top-p = {self.top_p} is not above 0 and at most 1", hint="use 1 for no limit, 0.9 is common"
+            )
+
+
+def row_generator(seed: int, prompt: int, sample: int) -> torch.Generator:
+    """Make the generator of one sample of one prompt."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def choose(logits_bv: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
+    """Return one token id for each row; a column of -inf (padded vocabulary) is never chosen."""
+    if sampling.greedy:
+        return logits_bv.argmax(dim=-1).tolist()
+    logits_bv = filter_logits(logits_bv.double() / sampling.temperature, sampling.top_k, sampling.top_p)
+    cumulative_bv = logits_bv.softmax(dim=-1).cumsum(dim=-1)
+    total_b1 = cumulative_bv[:, -1:].contiguous()
+    draws = torch.cat(
+        [torch.rand(1, 1, dtype=torch.float64, generator=generator) for generator in generators]
+    )
+    chosen_b1 = torch.searchsorted(cumulative_bv, draws.to(total_b1.device) * total_b1, right=True)
+    last_b1 = torch.searchsorted(
+        cumulative_bv, total_b1
+    )  # rounding must not lead beyond the last possible id
+    return chosen_b1.minimum(last_b1).squeeze(1).tolist()
+
+
+def filter_logits(logits_bv: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Set to -inf all but the k largest, ties included, then all beyond the nucleus of mass p.
+
+    The nucleus is the smallest set of likeliest tokens whose probability exceeds p (Holtzman et al. 2020).
+    """
+    if 0 < top_k < logits_bv.shape[-1]:
+        smallest_b1 = logits_bv.topk(top_k, dim=-1).values[:, -1:]
+        logits_bv = logits_bv.masked_fill(logits_bv < smallest_b1, float("-inf"))
+    if 0 < top_p < 1:
+        sorted_bv, order_bv = logits_bv.sort(dim=-1, descending=True, stable=True)
+        probability_bv = sorted_bv.softmax(dim=-1)
+        before_bv = probability_bv.cumsum(dim=-1) - probability_bv
+        outside_bv = torch.zeros_like(before_bv, dtype=torch.bool).scatter(-1, order_bv, before_bv > top_p)
+        logits_bv = logits_bv.masked_fill(outside_bv, float("-inf"))
+    return logits_bv

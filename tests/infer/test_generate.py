@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.errors import InputError
+from shoal.infer.generate import Row, generate, tokens_that_fit
+from shoal.infer.sampling import Sampling
+from shoal.models.cache import KVCache
+from tests.models.hf import decoder_from_hf, random_gpt2, random_llama
+
+GREEDY = Sampling(greedy=True)
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60, 59]]
+STYLES = pytest.mark.parametrize("make", [random_gpt2, random_llama])
+
+
+def continuations(model, rows, sampling=GREEDY, stop_id=None):
+    out = [[] for _ in rows]
+    for row, token in generate(model, rows, sampling, stop_id):
+        out[row].append(token)
+    return out
+
+
+def rows_of(prompts, max_tokens=12):
+    return [Row(prompt, max_tokens, prompt=number) for number, prompt in enumerate(prompts)]
+
+
+@STYLES
+def test_greedy_equals_transformers_and_generation_without_a_cache(make):
+    reference = make()
+    model = decoder_from_hf(reference)
+    for prompt in PROMPTS:
+        ours = continuations(model, [Row(prompt, 20)])[0]
+        theirs = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0, use_cache=True
+        )
+        assert ours == theirs[0, len(prompt) :].tolist()
+        tokens = list(prompt)
+        for _ in range(20):
+            tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
+        assert ours == tokens[len(prompt) :]
+
+
+@STYLES
+def test_cached_logits_equal_whole_ones_for_any_cut(make):
+    model = decoder_from_hf(make())
+    tokens = torch.randint(0, 61, (2, 30), generator=torch.Generator().manual_seed(3))
+    whole = model(tokens)
+    cache = KVCache(model.shape, torch.zeros(2, dtype=torch.int64), 30, torch.float32)
+    parts = [model(piece, cache=cache) for piece in tokens.split([7, 1, 12, 1, 9], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=5e-6, rtol=0)
+
+
+@STYLES
+def test_a_batch_of_unequal_prompts_equals_each_alone(make):
+    model = decoder_from_hf(make())
+    for sampling in (GREEDY, Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=4)):
+        together = continuations(model, rows_of(PROMPTS), sampling)
+        alone = [continuations(model, [row], sampling)[0] for row in rows_of(PROMPTS)]
+        assert together == alone
+
+
+def test_rows_that_end_early_leave_the_others_as_they_are():
+    model = decoder_from_hf(random_gpt2())
+    full = continuations(model, rows_of(PROMPTS, 20))
+    stop_id = full[2][5]
+    rows = [Row(PROMPTS[n], limit, prompt=n) for n, limit in enumerate((3, 20, 20, 9))]
+    stopped = continuations(model, rows, stop_id=stop_id)
+    for row, got, unstopped in zip(rows, stopped, full, strict=True):
+        expected = unstopped[: row.max_tokens]
+        assert got == expected[: expected.index(stop_id) if stop_id in expected else None]
+    assert len({len(row) for row in stopped}) > 1
+
+
+def test_the_longest_row_may_use_the_last_position_and_short_rows_go_on_after_it_stopped():
+    model = decoder_from_hf(random_gpt2())
+    long, short = list(range(30)), [7]
+    expected = continuations(model, [Row(short, 31)])
+    assert continuations(model, [Row(long, 2), Row(short, 31)])[1] == expected[0]
+
+
+def test_samples_differ_by_seed_prompt_and_number_only():
+    model = decoder_from_hf(random_gpt2())
+    rows = [Row([5, 9], 8, prompt=0, sample=n) for n in range(5)] + [Row([5, 9], 8, prompt=1)]
+    first = continuations(model, rows, Sampling(seed=1, temperature=3.0))
+    assert first == continuations(model, rows, Sampling(seed=1, temperature=3.0))
+    assert len({tuple(row) for row in first}) == 6
+    assert first != continuations(model, rows, Sampling(seed=2, temperature=3.0))
+
+
+def test_a_padded_id_is_never_drawn():
+    model = decoder_from_hf(random_gpt2(), pad_multiple=1024)
+    rows = [Row([5], 30, sample=n) for n in range(20)]
+    drawn = {token for row in continuations(model, rows, Sampling(temperature=100.0)) for token in row}
+    assert max(drawn) < 61
+    assert len(drawn) > 50
+
+
+def test_what_does_not_fit_learned_positions_is_refused():
+    gpt2, llama = decoder_from_hf(random_gpt2()).shape, decoder_from_hf(random_llama()).shape
+    assert tokens_that_fit(gpt2, 10, None) == 22
+    assert tokens_that_fit(gpt2, 10, 22) == 22
+    with pytest.raises(InputError, match=r"(?s)10 tokens and 23 new ones.* 32 positions.*--max-tokens 22"):
+        tokens_that_fit(gpt2, 10, 23)
+    with pytest.raises(InputError, match=r"(?s)prompt of 32 tokens.*shorten the prompt"):
+        tokens_that_fit(gpt2, 32, None)
+    assert tokens_that_fit(llama, 10, 100) == 100
+    assert tokens_that_fit(llama, 40, None) == 256
