@@ -1,0 +1,75 @@
+"""Every shell block of the README is run, in order, in one empty folder; a `make` line must be a target."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def shell_lines(text):
+    """Return the command lines of all ```sh blocks."""
+    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", text)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def run(line, folder):
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "COLUMNS": "100",
+    }
+    words = shlex.split(line)
+    if words[0] == "make":
+        words, folder = ["make", "-n", *words[1:]], ROOT
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.mark.parametrize("line", shell_lines(README))
+def test_command_runs(line, folder):
+    run(line, folder)
+
+
+def test_the_two_commands_come_first():
+    assert shell_lines(README)[:2] == ["make demo", "make test"]
+
+
+def test_table_has_every_command_and_no_other():
+    table = re.findall(r"(?m)^\| `shoal (\w+)`", README)
+    assert sorted(table) == sorted(name for name in app if not name.startswith("-"))
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_continued_lines_are_one_command_and_output_blocks_are_none():
+    text = "```sh\na \\\n  b\nc\n```\n```text\nd\n```\n"
+    assert [shlex.split(line) for line in shell_lines(text)] == [["a", "b"], ["c"]]
+
+
+def test_failing_command_is_noticed(tmp_path):
+    with pytest.raises(AssertionError, match="no-such-command"):
+        run("shoal no-such-command", tmp_path)
+    with pytest.raises(AssertionError, match="no-such-target"):
+        run("make no-such-target", tmp_path)
