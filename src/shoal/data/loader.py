@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shoal.data.dataset import TokenSplit
 from shoal.data.permutation import permute
 from shoal.errors import ConfigError, DataError
+from shoal.runtime.log import log
 
 _MIX_BLOCK = 10_000  # a weight is honoured to one part in this
 
@@ -96,7 +97,9 @@ class Loader:
         return self.windows.total / self._batch
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's sequences of a step (1-based)."""
+        """Return this rank's sequences of a step (1-based); say so where an epoch begins."""
+        if epoch := self._epoch_begins(step):
+            log.info(f"epoch {epoch} begins in step {step}")
         samples = (step - 1) * self._batch + self._first + np.arange(self._share, dtype=np.int64)
         tokens = self.windows.read(self.window_index(samples))
         return Batch(step, tokens, samples, self._batch * self.windows.seq_len)
@@ -105,7 +108,7 @@ class Loader:
         """Return the places in the run of all samples of a step, over all ranks."""
         return (step - 1) * self._batch + np.arange(self._batch, dtype=np.int64)
 
-    def epoch_begins(self, step: int) -> int:
+    def _epoch_begins(self, step: int) -> int:
         """Return the number (from 2) of an epoch whose first sample lies in this step, else 0."""
         before, after = (step - 1) * self._batch - 1, step * self._batch - 1
         epoch = after // self.windows.total

@@ -1,6 +1,6 @@
 """Gradients summed over all replicas by the back end's all-reduce, bucket by bucket, during the backward."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP checks those of the hook.
 
 import torch
 import torch.distributed as dist

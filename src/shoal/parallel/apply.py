@@ -36,7 +36,6 @@ def apply(model: Decoder, process: Process) -> Replicated:
     wrapped = DistributedDataParallel(
         model,
         device_ids=[process.device.torch_device] if process.device.is_cuda else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank computed the same weights
     )

@@ -31,7 +31,7 @@ def run(request: Request) -> int:
         record_failure(request.run_dir, seat.rank, seat.attempt, error)
         if seat.world_size == 1 and not launched_by_us():
             raise
-        _leave_at_once(error)
+        _leave_at_once(error, quiet=launched_by_us() and seat.rank == 0)
     if done:
         return EXIT_DONE
     # An agent takes any other status for a failure and starts the rank again; our launcher reads the marker.
@@ -54,10 +54,14 @@ def _train(request: Request) -> bool:
     return done
 
 
-def _leave_at_once(error: BaseException) -> None:
-    """End this rank without waiting for threads or groups that may hang with a dead peer."""
-    if not isinstance(error, ShoalError):
-        traceback.print_exception(error)
+def _leave_at_once(error: BaseException, *, quiet: bool) -> None:
+    """End this rank without waiting for threads or groups that may hang with a dead peer.
+
+    Our launcher tells the first cause itself, so rank 0, which shares its screen, stays quiet.
+    """
+    if not quiet:
+        text = f"error: {error}\n" if isinstance(error, ShoalError) else "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code if isinstance(error, ShoalError) else EXIT_FAILED)

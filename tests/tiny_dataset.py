@@ -1,0 +1,64 @@
+"""A dataset folder made in a moment, without the preparation engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST
+from shoal.data.indexed import IndexedWriter, token_dtype
+from shoal.runtime.files import hash_file, write_json
+
+VOCAB_SIZE = 257  # bytes and an end-of-document id
+EOD_ID = 256
+
+
+def write_dataset(folder: Path, splits: dict[str, list[np.ndarray]]) -> Path:
+    """Write documents of byte ids as a dataset; each gets an end-of-document id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {}
+    dtype = token_dtype(VOCAB_SIZE)
+    for name, documents in splits.items():
+        with IndexedWriter(folder / name, dtype) as writer:
+            for tokens in documents:
+                writer.append(np.append(tokens, EOD_ID).astype(dtype))
+                writer.end_document()
+            facts[name] = writer.finish()
+        for kind in ("bin", "idx"):
+            facts[name][f"{kind}_xxh3"] = hash_file(folder / f"{name}.{kind}")
+        facts[name]["idx_bytes"] = (folder / f"{name}.idx").stat().st_size
+        facts[name]["documents"] = len(documents)
+        facts[name]["tokens"] = sum(len(tokens) + 1 for tokens in documents)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "dtype": dtype.name,
+        "vocab_size": VOCAB_SIZE,
+        "eod_id": EOD_ID,
+        "tokenizer": {"file": "tokenizer.json", "xxh3": hash_file(folder / "tokenizer.json")},
+        "splits": facts,
+    }
+    write_json(folder / MANIFEST, manifest)
+    return folder
+
+
+def random_dataset(folder: Path, *, train_tokens: int = 20_000, seed: int = 0) -> Path:
+    """Write a dataset with some structure to learn: ids walk up and down by small steps."""
+    rng = np.random.default_rng(seed)
+
+    def documents(total: int) -> list[np.ndarray]:
+        walk = (np.cumsum(rng.integers(-2, 3, total)) + 128) % 256
+        return np.array_split(walk, max(1, total // 500))
+
+    return write_dataset(
+        folder,
+        {"train": documents(train_tokens), "validation": documents(3000), "test": documents(3000)},
+    )
