@@ -36,11 +36,12 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.tensors import (
     HostCopies,
     Tensors,
-    folders_of,
     mismatches,
     read_tensors,
     refuse_mismatches,
     saved_shapes,
+    share_out,
+    sizes_of,
     write_tensors,
 )
 from shoal.errors import CheckpointError, ShoalError
@@ -83,16 +84,19 @@ class CheckpointStore:
         """Copy to host memory, start the save, and return the seconds that training was held up.
 
         `state` (JSON) and `files` (small, such as config.toml) count on rank 0. Waits for a save in flight.
-        Raises what made an earlier save fail. Collective over `group`, in the background.
+        Raises what made an earlier save fail. Collective over `group`.
         """
         started = time.perf_counter()
         if self._thread is not None and self._thread.is_alive():
             log.info("checkpoint of step %d waits for that of step %d", step, self._in_flight)
         self.wait()
         files = {**files, STATE: json.dumps(state, indent=1).encode()}
-        copies = self._copies.copy(tensors)
+        held = self._agree(f"saving step {step}", lambda: sizes_of(tensors))
+        mine = share_out(held)[self._rank]
+        copies = self._copies.copy({name: tensor for name, tensor in tensors.items() if name in mine})
+        sizes = {name: size for part in held for name, (size, _) in part.items()}
         self._in_flight = step
-        self._thread = threading.Thread(target=self._run, args=(step, copies, files), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(step, copies, sizes, files), daemon=True)
         self._thread.start()
         return time.perf_counter() - started
 
@@ -149,26 +153,26 @@ class CheckpointStore:
     def _verify_part(self, path: Path) -> list[str]:
         return verify(path, part=self._rank, parts=self._world_size)
 
-    def _run(self, step: int, tensors: Tensors, files: dict[str, bytes]) -> None:
+    def _run(self, step: int, tensors: Tensors, sizes: dict[str, int], files: dict[str, bytes]) -> None:
         hidden: Path | None = None
         try:
             hidden = self._on_zero(f"saving step {step}", _make_room, self._folder, step)
             if hidden is not None:
-                self._write(hidden, step, tensors, files)
+                self._write(hidden, step, tensors, sizes, files)
         except BaseException as error:
             self._error = error
             if self._rank == 0 and hidden is not None:
                 shutil.rmtree(hidden, ignore_errors=True)
 
-    def _write(self, hidden: Path, step: int, tensors: Tensors, files: dict[str, bytes]) -> None:
+    def _write(
+        self, hidden: Path, step: int, tensors: Tensors, sizes: dict[str, int], files: dict[str, bytes]
+    ) -> None:
         """Write, commit, verify, publish. Collective over `group`, in the background."""
         started = time.perf_counter()
         what = f"saving step {step}"
-        everyone = self._agree(what, lambda: set(folders_of(tensors)))
-        folders = sorted(set().union(*everyone))
         self._on_zero(what, commit.write_files, hidden, files)
-        self._agree(what, write_tensors, hidden, folders, tensors, self._group)
-        own = [f"{folder}/{path.name}" for folder in folders for path in _shards(hidden / folder, self._rank)]
+        self._agree(what, write_tensors, hidden, tensors, sizes, self._group)
+        own = [str(path.relative_to(hidden)) for path in _shards(hidden, self._rank)]
         own += sorted(files) if self._rank == 0 else []
         parts = self._agree(what, lambda: {name: file_entry(hidden / name) for name in own})
         entries = {name: entry for part in parts for name, entry in part.items()}
@@ -235,9 +239,9 @@ def _set_aside(path: Path, problems: list[str]) -> None:
     log.error("checkpoint %s is damaged and set aside as %s: %s", path.name, target.name, describe(problems))
 
 
-def _shards(folder: Path, rank: int) -> list[Path]:
-    """Return the files that a rank wrote; the storage writer numbers ranks from 1."""
-    return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+def _shards(hidden: Path, rank: int) -> list[Path]:
+    """Return the tensor files that a rank wrote; the storage writer numbers ranks from 1."""
+    return sorted(hidden.glob(f"*/shard-{rank + 1:05d}-*.safetensors"))
 
 
 def _refuse(path: Path, problems: list[str]) -> None:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ from torch.distributed.tensor import DTensor
 from shoal.checkpoint.manifest import WEIGHTS, resolve_checkpoint
 from shoal.errors import CheckpointError
 
+T = TypeVar("T")
 Tensors = dict[str, Tensor]
+# The serialiser builds a file in memory and holds the interpreter lock meanwhile: about 0.1 s for this much.
+FILE_BYTES = 64 << 20
 
 
 class HostCopies:
@@ -60,28 +63,60 @@ def _like_dtensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
-def folders_of(tensors: Tensors) -> dict[str, Tensors]:
-    """Group tensors by sub-folder, names without the folder's word."""
-    groups: dict[str, Tensors] = {}
-    for name, tensor in tensors.items():
+def sizes_of(tensors: Tensors) -> dict[str, tuple[int, bool]]:
+    """Return name -> (bytes of the whole tensor, whether it is a DTensor)."""
+    return {name: (tensor.nbytes, isinstance(tensor, DTensor)) for name, tensor in tensors.items()}
+
+
+def share_out(held: list[dict[str, tuple[int, bool]]]) -> list[set[str]]:
+    """Return the names that each rank has to copy and write, from what each rank holds.
+
+    A DTensor is everybody's; a plain tensor goes to one rank that holds it, so that all have about as much.
+    """
+    load = [0] * len(held)
+    shares = [{name for name, (_, is_cut) in part.items() if is_cut} for part in held]
+    plain = {name: size for part in held for name, (size, is_cut) in part.items() if not is_cut}
+    for name, size in sorted(plain.items(), key=lambda item: (-item[1], item[0])):
+        owner = min((rank for rank, part in enumerate(held) if name in part), key=lambda rank: load[rank])
+        load[owner] += size
+        shares[owner].add(name)
+    return shares
+
+
+def folders_of(named: dict[str, T]) -> dict[str, dict[str, T]]:
+    """Group by sub-folder what a flat dict holds, under names without the folder's word."""
+    groups: dict[str, dict[str, T]] = {}
+    for name, value in named.items():
         folder, _, rest = name.partition(".")
-        groups.setdefault(folder, {})[rest] = tensor
+        groups.setdefault(folder, {})[rest] = value
     return groups
 
 
-def write_tensors(
-    path: Path, folder_names: Iterable[str], tensors: Tensors, group: dist.ProcessGroup
-) -> None:
-    """Write each rank's part into `path`, fsynced. Collective over `group`, same folders on every rank."""
+def write_tensors(path: Path, tensors: Tensors, sizes: dict[str, int], group: dist.ProcessGroup) -> None:
+    """Write each rank's part into `path`, fsynced. Collective over `group`.
+
+    `sizes` names the tensors of all ranks, with their bytes; it is the same on every rank.
+    """
     groups = folders_of(tensors)
-    for name in folder_names:
-        _dcp(
-            dcp.save,
-            groups.get(name, {}),
-            storage_writer=HuggingFaceStorageWriter(str(path / name), save_distributed=True),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
+    for folder, folder_sizes in folders_of(sizes).items():
+        writer = HuggingFaceStorageWriter(
+            str(path / folder),
+            fqn_to_index_mapping=_file_numbers(folder_sizes, FILE_BYTES * dist.get_world_size(group)),
+            save_distributed=True,
         )
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        _dcp(dcp.save, groups.get(folder, {}), storage_writer=writer, planner=planner, process_group=group)
+
+
+def _file_numbers(sizes: dict[str, int], limit_bytes: int) -> dict[str, int]:
+    """Return name -> number of its file, from 1; a file is closed before it outgrows the limit."""
+    numbers, number, filled = {}, 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > limit_bytes:
+            number, filled = number + 1, 0
+        filled += size
+        numbers[name] = number
+    return numbers
 
 
 def read_tensors(
