@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 from cyclopts import App, Parameter
 
@@ -32,6 +33,120 @@ def doctor(*, json: Path | None = None) -> int:
     from shoal.doctor import doctor as run
 
     return run(json)
+
+
+checkpoint = App(name="checkpoint", help="List, verify or remove the checkpoints of a run.")
+app.command(checkpoint)
+
+
+@checkpoint.command
+def ls(path: Path, *, json: Path | None = None) -> int:
+    """Print one line a checkpoint, newest first; every file is read and compared with its digest.
+
+    Example: shoal checkpoint ls runs/first
+
+    Parameters
+    ----------
+    path
+        A run folder, its checkpoints folder, or one checkpoint.
+    json
+        Write the list to this file, too.
+    """
+    from shoal.checkpoint.commands import list_checkpoints
+
+    return list_checkpoints(path, json)
+
+
+@checkpoint.command
+def verify(path: Path) -> int:
+    """Say what is wrong with each checkpoint; exit with 1 where anything is.
+
+    Example: shoal checkpoint verify runs/first/checkpoints/step-00000600
+
+    Parameters
+    ----------
+    path
+        A run folder, its checkpoints folder, or one checkpoint.
+    """
+    from shoal.checkpoint.commands import verify_checkpoints
+
+    return verify_checkpoints(path)
+
+
+@checkpoint.command
+def rm(path: Path, *, force: bool = False) -> int:
+    """Remove one checkpoint; the newest good one only with --force.
+
+    Example: shoal checkpoint rm runs/first/checkpoints/step-00000600
+
+    Parameters
+    ----------
+    path
+        The checkpoint's folder.
+    force
+        Remove it even if it is the newest good one.
+    """
+    from shoal.checkpoint.commands import remove_checkpoint
+
+    return remove_checkpoint(path, force)
+
+
+@app.command
+def generate(
+    checkpoint: Path,
+    /,
+    *,
+    prompt: str | None = None,
+    input: Path | None = None,
+    output: Path | None = None,
+    samples: int = 1,
+    max_tokens: int | None = None,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 16,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Continue a prompt, a file of prompts, or what is typed (no --prompt, no --input; `stop` alone ends).
+
+    Example: shoal generate runs/first --prompt "def main(" --max-tokens 100 --temperature 0.8 --top-k 50
+
+    Parameters
+    ----------
+    checkpoint
+        A run folder (its newest good checkpoint) or a checkpoint.
+    prompt
+        Text to continue; an empty one starts a document.
+    input
+        JSONL file: one object a line, with the text under "prompt"; other keys are kept.
+    output
+        Where to write each line of --input with its "completions"; the screen if left out.
+    samples
+        Continuations of each prompt.
+    max_tokens
+        New tokens at most; fewer where a document ends. Default: 256, or as many as the positions allow.
+    greedy
+        Always take the likeliest token.
+    temperature
+        Below 1 keeps closer to the likely, above 1 strays further.
+    top_k
+        Choose among the k likeliest tokens only; 0 means all.
+    top_p
+        Choose among the likeliest tokens that together exceed this probability only; 1 means all.
+    seed
+        Same seed, prompt number and sample number, same text, whatever else is in the batch.
+    batch_size
+        Rows computed at once.
+    device
+        auto takes a CUDA device where there is one.
+    """
+    from shoal.infer.sampling import Sampling
+    from shoal.infer.terminal import Wish, run
+
+    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    run(checkpoint, prompt, input, output, device, Wish(sampling, max_tokens, samples, batch_size))
 
 
 def main() -> None:

@@ -79,6 +79,14 @@ def point_latest(checkpoint: Path) -> None:
         write_text(latest, text)
 
 
+def point_latest_again(folder: Path) -> None:
+    """Make LATEST name the newest checkpoint that is left after a removal."""
+    if left := committed(folder):
+        point_latest(left[0])
+    else:
+        (folder / LATEST).unlink(missing_ok=True)
+
+
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint so that it is never chosen again; return its new path."""
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):

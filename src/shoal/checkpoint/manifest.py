@@ -123,6 +123,7 @@ def _check_types(checkpoint: Path, manifest: Manifest) -> None:
         for entry in files.values()
     )
     bad = bad or not isinstance(manifest.step, int) or not isinstance(manifest.weights_only, bool)
+    bad = bad or not isinstance(manifest.world_size, int) or not isinstance(manifest.created, str)
     if bad:
         raise CheckpointError(f"{checkpoint / MANIFEST} lists files in a way that Shoal never writes")
 
@@ -166,7 +167,7 @@ def _extra_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     found |= {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*/*")}
     if manifest.weights_only:  # a kill may have come between the new manifest and the removal of the rest
         found = {name for name in found if name.split("/")[0] in {WEIGHTS, *manifest.files}}
-    return [f"{name} is not in the manifest" for name in sorted(found - allowed)]
+    return [f"{name!r} is not in the manifest" for name in sorted(found - allowed)]
 
 
 def check_file(checkpoint: Path, name: str, entry: dict[str, Any], *, read: bool = True) -> list[str]:

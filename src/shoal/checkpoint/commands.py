@@ -1,0 +1,106 @@
+"""`shoal checkpoint ls | verify | rm`: what a run has saved, whether it is whole, what may go. No torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.checkpoint import commit
+from shoal.checkpoint.manifest import (
+    MANIFEST,
+    committed,
+    describe,
+    read_manifest,
+    read_state,
+    step_of,
+    verify,
+)
+from shoal.errors import EXIT_DONE, EXIT_FAILED, InputError, ShoalError
+from shoal.runtime.files import write_json
+
+_SET_ASIDE = re.compile(r"bad-step-\d{8,12}(-\d+)?")
+
+
+def list_checkpoints(path: Path, json_file: Path | None = None) -> int:
+    """Print one line a checkpoint, verified, newest first; damaged ones that were set aside come last."""
+    folder, checkpoints = _find(path)
+    rows = [_row(checkpoint) for checkpoint in checkpoints]
+    set_aside = sorted(p.name for p in folder.glob("bad-step-*") if _SET_ASIDE.fullmatch(p.name))
+    table = Table("checkpoint", "size", "saved (UTC)", "loss", "holds", "state")
+    for row in rows:
+        size = "" if row["size_bytes"] is None else f"{row['size_bytes'] / 1e6:,.1f} MB"
+        loss = f"{row['loss']:.4f}" if isinstance(row["loss"], int | float) else ""
+        state = describe(row["problems"]) or "good"
+        table.add_row(row["name"], size, row["created"][:16].replace("T", " "), loss, row["holds"], state)
+    for name in set_aside:
+        table.add_row(name, "", "", "", "", "damaged, set aside")
+    Console(markup=False).print(table)  # a name from a stranger is text
+    if json_file is not None:
+        write_json(json_file, {"checkpoints": rows, "set_aside": set_aside})
+    return EXIT_DONE
+
+
+def verify_checkpoints(path: Path) -> int:
+    """Read every file again, print a line a checkpoint, and return 1 where one is damaged."""
+    damaged = False
+    for checkpoint in _find(path)[1]:
+        problems = verify(checkpoint)
+        damaged = damaged or bool(problems)
+        print(f"{checkpoint.name}: {'; '.join(problems) or 'good'}")
+    return EXIT_FAILED if damaged else EXIT_DONE
+
+
+def remove_checkpoint(path: Path, force: bool = False) -> int:
+    """Remove one checkpoint folder, good or set aside; the newest good one only with `force`."""
+    path = path.resolve()
+    if not path.is_dir() or (step_of(path) is None and not _SET_ASIDE.fullmatch(path.name)):
+        raise InputError(
+            f"{path} is not a checkpoint folder", hint="give one like runs/NAME/checkpoints/step-00000600"
+        )
+    newest = next((checkpoint for checkpoint in committed(path.parent) if not verify(checkpoint)), None)
+    if path == newest and not force:
+        raise InputError(
+            f"{path} is the newest good checkpoint: the run would go on from an older one, or from the start",
+            hint="--force removes it all the same",
+        )
+    commit.remove(path)
+    commit.point_latest_again(path.parent)
+    print(f"removed {path}")
+    return EXIT_DONE
+
+
+def _find(path: Path) -> tuple[Path, list[Path]]:
+    """Return the checkpoints folder and its checkpoints; `path` may be a run, that folder or a checkpoint."""
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
+    path = path.resolve()
+    if step_of(path) is not None or (path / MANIFEST).exists():
+        return path.parent, [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not (found := committed(folder)):
+        raise InputError(f"{folder} holds no checkpoint", hint="checkpoints are folders named step-NNNNNNNN")
+    return folder, found
+
+
+def _row(checkpoint: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": checkpoint.name,
+        "step": step_of(checkpoint),
+        "size_bytes": None,
+        "created": "",
+        "loss": None,
+        "holds": "",
+        "problems": verify(checkpoint),
+    }
+    try:
+        manifest = read_manifest(checkpoint)
+        row |= {"size_bytes": manifest.size_bytes, "created": manifest.created}
+        row["holds"] = "weights" if manifest.weights_only else "everything"
+        row["loss"] = read_state(checkpoint).get("loss")
+    except ShoalError:
+        pass  # `problems` says it
+    return row
