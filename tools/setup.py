@@ -23,7 +23,10 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def runs(python: str | Path, code: str) -> bool:
     """Say whether `python` runs `code` without an error."""
-    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+    except OSError:  # it is not there, or leads nowhere
+        return False
 
 
 def good_torch(python: str | Path) -> str | None:
@@ -36,9 +39,17 @@ def good_torch(python: str | Path) -> str | None:
     return version if found and (int(found[1]), int(found[2])) >= OLDEST_TORCH else None
 
 
+def usable_venv() -> bool:
+    """Say whether .venv can stay: it runs, is new enough, and has a good torch or this Python's version."""
+    works = runs(VENV_PYTHON, "import pip, sys; sys.exit(sys.version_info < (3, 11))")
+    same = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    return works and (good_torch(VENV_PYTHON) is not None or runs(VENV_PYTHON, same))
+
+
 def make_venv() -> None:
     """Create .venv, with sight of the base Python's packages where these hold a good torch."""
-    sight = ["--system-site-packages"] if good_torch(sys.executable) else []
+    is_base = sys.prefix == sys.base_prefix
+    sight = ["--system-site-packages"] if is_base and good_torch(sys.executable) else []
     if subprocess.run([sys.executable, "-m", "venv", "--clear", *sight, VENV], check=False).returncode:
         sys.exit(
             f"error: {sys.executable} cannot make a virtual environment\n  hint: install its venv module "
@@ -79,7 +90,7 @@ def ensure_torch() -> str:
     source = os.environ.get("TORCH_SOURCE", "")
     if not install_torch(wanted, source):
         sys.exit(
-            f"error: found no torch {wanted} for this machine in {source or 'what pip is configured with'}\n"
+            f"error: found no torch {wanted} for this machine in {source or f'pip configuration or {CPU_INDEX}'}\n"
             "  hint: name a source: make setup TORCH_SOURCE=<index URL, folder of wheels, or .whl file>; "
             "or install torch >= 2.11 into .venv yourself: it is kept"
         )
@@ -88,7 +99,7 @@ def ensure_torch() -> str:
 
 def main() -> None:
     """Bring .venv to what pyproject.toml and constraints.txt ask for."""
-    if not runs(VENV_PYTHON, "import pip, sys; sys.exit(sys.version_info < (3, 11))"):
+    if not usable_venv():
         make_venv()
     # The torch that is there is pinned too, so that nothing below replaces it.
     pins = VENV / "constraints.txt"
