@@ -64,16 +64,21 @@ def pip_install(*arguments: str | Path, complain: bool = True) -> bool:
     return subprocess.run(command, stderr=stderr, cwd=ROOT, check=False).returncode == 0
 
 
+def has_gpu() -> bool:
+    """Say whether an NVIDIA driver is here."""
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
 def install_torch(version: str, source: str) -> bool:
     """Install torch alone, from `source` (index URL, folder of wheels, wheel) or as fits this machine."""
-    exact, has_gpu = f"torch=={version}", Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi")
+    exact = f"torch=={version}"
     if source.endswith(".whl"):
         return pip_install("--no-deps", source)
     if source and Path(source).is_dir():
         return pip_install("--no-deps", "--no-index", "--find-links", Path(source).resolve(), exact)
     if source:
         return pip_install("--no-deps", "--index-url", source, exact)
-    if sys.platform != "linux" or has_gpu:
+    if sys.platform != "linux" or has_gpu():
         return pip_install("--no-deps", exact)
     # PyPI accepts no "+cpu": what pip finds by that name comes from a mirror or folder it is configured with.
     return pip_install("--no-deps", f"{exact}+cpu", complain=False) or pip_install(
@@ -90,7 +95,7 @@ def ensure_torch() -> str:
     source = os.environ.get("TORCH_SOURCE", "")
     if not install_torch(wanted, source):
         sys.exit(
-            f"error: found no torch {wanted} for this machine in {source or f'pip configuration or {CPU_INDEX}'}\n"
+            f"error: no torch {wanted} for this machine in {source or f'what pip knows, nor {CPU_INDEX}'}\n"
             "  hint: name a source: make setup TORCH_SOURCE=<index URL, folder of wheels, or .whl file>; "
             "or install torch >= 2.11 into .venv yourself: it is kept"
         )

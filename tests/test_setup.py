@@ -1,0 +1,93 @@
+"""Where `make setup` takes torch from, with pip replaced by a recorder."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    """Load tools/setup.py as on Linux without a GPU; `setup.calls` records what pip would get."""
+    spec = importlib.util.spec_from_file_location("setup_tool", ROOT / "tools" / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.calls, module.refuses = [], ()
+
+    def record(*arguments, complain=True):
+        module.calls.append(" ".join(map(str, arguments)))
+        return not any(word in module.calls[-1] for word in module.refuses)
+
+    monkeypatch.setattr(module, "pip_install", record)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    return module
+
+
+def test_cpu_build_comes_from_where_pip_is_configured_first(setup):
+    assert setup.install_torch("2.13.0", "")
+    assert setup.calls == ["--no-deps torch==2.13.0+cpu"]
+
+
+def test_cpu_build_comes_from_pytorchs_index_otherwise(setup, monkeypatch):
+    monkeypatch.setattr(setup, "refuses", ("torch==2.13.0+cpu",))
+    assert not setup.install_torch("2.13.0", "")
+    assert setup.calls[1] == "--no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
+
+
+def test_macos_and_machines_with_a_gpu_take_the_ordinary_build(setup, monkeypatch):
+    monkeypatch.setattr(setup, "has_gpu", lambda: True)
+    setup.install_torch("2.13.0", "")
+    monkeypatch.setattr(setup, "has_gpu", lambda: False)
+    monkeypatch.setattr(setup.sys, "platform", "darwin")
+    setup.install_torch("2.13.0", "")
+    assert setup.calls == ["--no-deps torch==2.13.0"] * 2
+
+
+def test_named_source_may_be_an_index_a_folder_or_a_wheel(setup, tmp_path):
+    for source in ("https://wheels.example/simple", str(tmp_path), "torch-2.13.0.whl"):
+        setup.install_torch("2.13.0", source)
+    assert setup.calls == [
+        "--no-deps --index-url https://wheels.example/simple torch==2.13.0",
+        f"--no-deps --no-index --find-links {tmp_path.resolve()} torch==2.13.0",
+        "--no-deps torch-2.13.0.whl",
+    ]
+
+
+def test_good_torch_is_kept(setup, monkeypatch):
+    monkeypatch.setattr(setup, "good_torch", lambda python: "2.11.0+cu130")
+    assert setup.ensure_torch() == "2.11.0+cu130"
+    assert setup.calls == []
+
+
+def test_no_torch_to_be_had_is_a_sentence_with_what_to_do(setup, monkeypatch):
+    monkeypatch.setattr(setup, "good_torch", lambda python: None)
+    monkeypatch.setattr(setup, "refuses", ("torch",))
+    with pytest.raises(SystemExit, match=r"no torch 2\.\d+.*\n.*TORCH_SOURCE="):
+        setup.ensure_torch()
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("2.10.0", False), ("2.11.0", True), ("3.0.0", True), ("", False)]
+)
+def test_torch_is_good_from_2_11(setup, tmp_path, version, good):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    assert (setup.good_torch(python) == version) is good
+
+
+def test_every_requirement_has_an_exact_pin():
+    pins = {
+        line.split("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    project = (ROOT / "pyproject.toml").read_text()
+    names = {name.lower() for name in re.findall(r'"([A-Za-z][\w-]*)>=', project)}
+    assert names - pins == set()
