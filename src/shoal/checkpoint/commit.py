@@ -34,6 +34,8 @@ def remove_leftovers(folder: Path) -> None:
         return
     for path in folder.glob(".step-*"):
         shutil.rmtree(path)
+    for path in (*folder.glob(f".{LATEST}.*.tmp"), *folder.glob(f"step-*/.{MANIFEST}.*.tmp")):
+        path.unlink()
     for checkpoint in committed(folder):
         thin_out_files(checkpoint)
 

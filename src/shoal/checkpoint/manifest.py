@@ -163,7 +163,8 @@ def _wrong_step(checkpoint: Path, manifest: Manifest) -> list[str]:
 def _extra_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     allowed = {MANIFEST, *manifest.files}
     allowed |= {name.split("/")[0] for name in manifest.files if "/" in name}
-    found = {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*")}
+    # A hidden file beside the manifest is a leftover that nothing reads; in the folders every file counts.
+    found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
     found |= {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*/*")}
     if manifest.weights_only:  # a kill may have come between the new manifest and the removal of the rest
         found = {name for name in found if name.split("/")[0] in {WEIGHTS, *manifest.files}}
