@@ -16,7 +16,12 @@ app = App(
     version_flags=["--version"],
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
 )
-app.command("shoal.cli_train:train", name="train", help="Train a GPT; run the same command again to resume.")
+app.command(
+    "shoal.cli_train:train",
+    name="train",
+    help="Train a GPT; run the same command again to resume.",
+    help_epilogue="Example: shoal train tiny --data datasets/my-text --nproc 2 --train.steps 500",
+)
 
 
 @app.command
