@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from shoal.infer.sampling import Sampling, choose, row_generator
 from shoal.models.cache import KVCache
 from shoal.models.decoder import Decoder
 from shoal.models.shape import ModelShape
+from shoal.runtime.log import log
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -29,7 +31,7 @@ class Row:
 def tokens_that_fit(shape: ModelShape, num_prompt: int, max_tokens: int | None) -> int:
     """Return how many tokens to generate; None asks for 256, or fewer where the positions end before.
 
-    An InputError refuses what goes beyond learned positions; rotary ones have no end.
+    An InputError refuses what goes beyond learned positions; rotary ones have no end, only a warning.
     """
     room = shape.max_seq_len - num_prompt
     if max_tokens is None:
@@ -40,7 +42,14 @@ def tokens_that_fit(shape: ModelShape, num_prompt: int, max_tokens: int | None) 
             f"{shape.max_seq_len} positions",
             hint=f"use --max-tokens {room} or fewer" if room > 0 else "shorten the prompt",
         )
+    if max_tokens > room:
+        _warn_of_length(shape.max_seq_len)
     return max_tokens
+
+
+@functools.cache  # once is enough
+def _warn_of_length(max_seq_len: int) -> None:
+    log.warning(f"warning: beyond the {max_seq_len} positions that the model was made for, text gets worse")
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""From logits to the next token. A row draws from its own generator, so the rest of the batch is nothing to it."""
+"""From logits to the next token. A row draws from its own generator, whatever else is in the batch."""
 
 from __future__ import annotations
 

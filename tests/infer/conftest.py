@@ -1,0 +1,33 @@
+"""A run to generate from, made once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_dataset import random_dataset
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory) -> Path:
+    """Train four steps of `tiny` with two checkpoints, as a user would."""
+    folder = tmp_path_factory.mktemp("generate")
+    data = random_dataset(folder / "data")
+    settings = ["--train.steps", "4", "--schedule.warmup_steps", "1", "--checkpoint.every", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        "tiny",
+        "--data",
+        data,
+        "--run",
+        folder / "run",
+        *settings,
+    ]
+    subprocess.run(list(map(str, command)), check=True, timeout=120, capture_output=True)
+    return folder / "run"
