@@ -99,8 +99,6 @@ def join(runtime: Runtime) -> Process:
     """Join the process group with the seat the launcher gave, or alone. Collective over the world."""
     seat = read_seat() or Seat()
     device = select_device(runtime.device, seat.local_rank, seat.local_world_size)
-    threads, reason = choose_threads(runtime, seat.local_world_size)
-    torch.set_num_threads(threads)
     timeout = timedelta(seconds=runtime.timeout_s)
     dist.init_process_group(
         device.backend,
@@ -109,8 +107,16 @@ def join(runtime: Runtime) -> Process:
         world_size=seat.world_size,
         timeout=timeout,
     )
-    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-    return Process(seat, device, threads, reason, *groups)
+    return take_seat(seat, device, runtime)
+
+
+def take_seat(seat: Seat, device: Device, runtime: Runtime) -> Process:
+    """Make this rank's groups and set its threads. Collective over the world."""
+    timeout = timedelta(seconds=runtime.timeout_s)
+    threads, reason = choose_threads(runtime, seat.local_world_size)
+    torch.set_num_threads(threads)
+    control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return Process(seat, device, threads, reason, control, saving)
 
 
 def leave() -> None:

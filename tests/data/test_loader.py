@@ -1,0 +1,132 @@
+"""Which windows a step holds: each once an epoch, the same for any number of ranks, no end to the stream."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.data.dataset import TokenSplit
+from shoal.data.loader import Loader, Windows, fixed_sample
+from shoal.data.permutation import permute
+from shoal.errors import DataError, ShoalError
+
+
+def split(num_tokens, first=0):
+    return TokenSplit("train", np.arange(first, first + num_tokens), 1)
+
+
+def loader(windows, batch=4, rank=0, world_size=1, seed=1, weights=()):
+    return Loader(
+        windows, weights=weights, global_batch_size=batch, seed=seed, rank=rank, world_size=world_size
+    )
+
+
+@given(size=st.integers(1, 5000), seed=st.integers(0, 2**40))
+@settings(max_examples=50, deadline=None)
+def test_the_permutation_is_a_bijection(size, seed):
+    assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
+
+
+def test_the_permutation_depends_on_its_key():
+    first, second = (permute(np.arange(1000), 1000, "train", key) for key in (1, 2))
+    assert (first == second).mean() < 0.02
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("num_tokens", [41, 44, 45, 101])
+def test_each_full_window_is_read_once_an_epoch(num_tokens):
+    windows = Windows([split(num_tokens)], seq_len=4)
+    assert windows.total == (num_tokens - 1) // 4
+    data = loader(windows, batch=1)
+    for epoch in range(3):
+        steps = range(epoch * windows.total + 1, (epoch + 1) * windows.total + 1)
+        starts = sorted(int(data.batch(step).tokens[0, 0]) for step in steps)
+        assert starts == [4 * window for window in range(windows.total)]
+
+
+def test_epochs_have_different_orders():
+    windows = Windows([split(401)], seq_len=4)
+    data = loader(windows, batch=100)
+    assert data.batch(1).tokens.tolist() != data.batch(2).tokens.tolist()
+    assert sorted(data.batch(1).tokens[:, 0]) == sorted(data.batch(2).tokens[:, 0])
+
+
+def test_a_window_ends_with_the_first_token_of_the_next():
+    tokens = Windows([split(100)], seq_len=9).read(np.array([0, 1, 10]))
+    assert tokens[:, [0, -1]].tolist() == [[0, 9], [9, 18], [90, 99]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_union_over_ranks_does_not_depend_on_their_number(world_size):
+    windows = Windows([split(203), split(57, first=1000)], seq_len=6)
+    for step in (1, 7, 100):
+        parts = [loader(windows, 8, rank, world_size).batch(step) for rank in range(world_size)]
+        whole = loader(windows, 8).batch(step)
+        assert np.concatenate([part.tokens for part in parts]).tolist() == whole.tokens.tolist()
+        assert np.concatenate([part.samples for part in parts]).tolist() == whole.samples.tolist()
+        assert {part.global_tokens for part in parts} == {48}
+
+
+def test_ten_small_documents_last_for_five_thousand_steps(caplog):
+    windows = Windows([split(10 * 30)], seq_len=16)
+    data = loader(windows, batch=7)
+    seen = np.zeros(windows.total, dtype=int)
+    for step in range(1, 5001):
+        for window in data.window_index(data.batch(step).samples):
+            seen[window] += 1
+    assert seen.sum() == 35_000
+    assert seen.max() - seen.min() <= 1
+
+
+def test_an_epochs_beginning_is_logged(caplog):
+    windows = Windows([split(41)], seq_len=4)
+    data = loader(windows, batch=4)
+    with caplog.at_level("INFO", logger="shoal"):
+        for step in range(1, 7):
+            data.batch(step)
+    assert [record.message for record in caplog.records] == [
+        "epoch 2 begins in step 3",
+        "epoch 3 begins in step 6",
+    ]
+
+
+def test_weights_are_honoured_in_every_block_and_each_dataset_keeps_its_epochs():
+    windows = Windows([split(4001), split(41, first=10_000)], seq_len=4)
+    data = loader(windows, batch=10_000, weights=(3.0, 1.0))
+    for step in (1, 2):
+        starts = data.batch(step).tokens[:, 0]
+        small = starts[starts >= 10_000]
+        assert len(small) == 2500
+        assert set(np.unique(small, return_counts=True)[1]) == {250}
+        assert np.ptp(np.unique(starts[starts < 10_000], return_counts=True)[1]) <= 1
+
+
+def test_another_seed_gives_another_order():
+    windows = Windows([split(4001)], seq_len=4)
+    assert (
+        loader(windows, seed=1).batch(1).tokens.tolist() != loader(windows, seed=2).batch(1).tokens.tolist()
+    )
+
+
+def test_too_few_tokens_for_one_window_are_refused():
+    with pytest.raises(DataError, match=r"holds 10 tokens, fewer than one window of train.seq_len \+ 1 = 17"):
+        loader(Windows([split(10)], seq_len=16))
+
+
+def test_a_mixed_dataset_without_a_window_is_refused():
+    windows = Windows([split(100), split(3)], seq_len=4)
+    with pytest.raises(DataError, match="dataset 2 of 2 holds no full window of 5 tokens"):
+        loader(windows, weights=(1.0, 1.0))
+
+
+def test_a_vanishing_weight_is_refused():
+    windows = Windows([split(100), split(100)], seq_len=4)
+    with pytest.raises(ShoalError, match="the smallest is below 1/10000"):
+        loader(windows, weights=(1.0, 1e-9))
+
+
+def test_the_evaluation_sample_is_fixed_and_without_repeats():
+    windows = Windows([split(401)], seq_len=4)
+    assert len(set(fixed_sample(windows, 30))) == 30
+    assert fixed_sample(windows, 30).tolist() == fixed_sample(windows, 30).tolist()
+    assert sorted(fixed_sample(windows, 1000)) == list(range(100))

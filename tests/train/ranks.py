@@ -1,0 +1,74 @@
+"""Training in the warm workers of the pool: the real job and loop, without the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.config.load import validate
+from shoal.runtime.device import select_device
+from shoal.runtime.process import Process, Seat, take_seat
+from shoal.runtime.stop import Stop
+from shoal.train.job import Job, build_job
+from shoal.train.loop import train
+from shoal.train.metrics import read_metrics
+from shoal.train.request import Request
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {"n_layers": 2, "d_model": 32, "n_heads": 2, "max_seq_len": 16},
+    "train": {"steps": 5, "global_batch_size": 16, "micro_batch_size": 4, "seq_len": 16, "seed": 3},
+    "optimizer": {"lr": 1e-2},
+    "schedule": {"warmup_steps": 2, "min_lr": 1e-3},
+    "precision": {"dtype": "fp32"},
+    "eval": {"every": 0, "sequences": 4},
+    "checkpoint": {"every": 0},
+    "runtime": {"device": "cpu", "threads": 1, "timeout_s": 60},
+}
+
+
+def tiny_config(data: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the raw values of a tiny configuration with some sections' fields replaced."""
+    values = {name: {**TINY.get(name, {}), **sections.get(name, {})} for name in {*TINY, *sections}}
+    return values | {"data": {"datasets": [str(data)], **sections.get("data", {})}}
+
+
+def make_job(
+    run_dir: Path, values: dict[str, Any], *, init: Path | None = None, init_optimizer: bool = False
+) -> Job:
+    """Build the job of this pool worker. Collective over the world."""
+    config = validate(values, "test")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = select_device("cpu", rank, world_size)
+    process: Process = take_seat(Seat(rank, world_size, rank, world_size), device, config.runtime)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    stop = Stop(process, run_dir, config.runtime, launched=False)
+    return build_job(Request(config, run_dir, init, init_optimizer), process, stop)
+
+
+def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Train to the end or to stop_after; return each step's loss and norm, and the final weights by name."""
+    job = make_job(run_dir, values, **options)
+    done = train(job)
+    lines = read_metrics(run_dir / "metrics.jsonl") if job.process.rank == 0 else []
+    steps = [line for line in lines if "loss" in line]
+    return {
+        "done": done,
+        "steps": [line["step"] for line in steps],
+        "losses": [line["loss"] for line in steps],
+        "norms": [line["grad_norm"] for line in steps],
+        "lines": lines,
+        "weights": {name: p.detach().numpy().copy() for name, p in job.replicated.bare.named_parameters()},
+        "moments": {
+            name: {key: value.numpy().copy() for key, value in job.optimiser.state[p].items()}
+            for name, p in job.replicated.bare.named_parameters()
+        },
+    }
+
+
+def batch_samples(run_dir: Path, values: dict[str, Any], step: int) -> tuple[list[int], torch.Tensor]:
+    """Return this rank's samples and tokens of a step."""
+    batch = make_job(run_dir, values).task.batch(step)
+    return batch.samples.tolist(), torch.from_numpy(batch.tokens)

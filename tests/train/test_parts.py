@@ -1,0 +1,148 @@
+"""Schedule, optimiser groups, guard, clock and rates, each by itself."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from shoal.config.load import validate
+from shoal.config.sections import Guard, Optimizer
+from shoal.errors import ShoalError
+from shoal.models.init import build_decoder
+from shoal.runtime.device import Device
+from shoal.train.clock import Rates, StepClock
+from shoal.train.guard import LossGuard
+from shoal.train.optimiser import build_optimiser, clip_gradients, optimiser_tensors
+from shoal.train.schedule import learning_rate
+from tests.train.ranks import tiny_config
+
+CPU = Device(torch.device("cpu"), "gloo", "CPU")
+
+
+def config(**sections):
+    return validate(tiny_config("data", **sections), "test")
+
+
+def rates(settings):
+    return [learning_rate(settings, step) for step in range(1, settings.train.steps + 5)]
+
+
+def test_schedule_warms_up_decays_and_stays_at_the_minimum():
+    settings = config(
+        train={"steps": 12}, schedule={"warmup_steps": 4, "min_lr": 1e-4}, optimizer={"lr": 1e-3}
+    )
+    got = rates(settings)
+    assert got[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert got[7] == pytest.approx((1e-3 + 1e-4) / 2)
+    assert got[11:] == [1e-4] * 5
+    assert got[3:] == sorted(got[3:], reverse=True)
+
+
+def test_the_decay_horizon_may_differ_from_the_run():
+    settings = config(train={"steps": 12}, schedule={"decay_steps": 6, "warmup_steps": 0, "min_lr": 1e-4})
+    assert rates(settings)[5:] == [1e-4] * 11
+
+
+@pytest.fixture
+def model():
+    values = config().model.model_copy(update={"vocab_size": 257})
+    from shoal.models.shape import resolve_shape
+
+    return build_decoder(resolve_shape(values, 257), 1, "cpu")
+
+
+def test_biases_and_norms_do_not_decay(model):
+    groups = build_optimiser(model, Optimizer()).param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    names = {name: decays[id(p)] for name, p in model.named_parameters()}
+    assert names["embed.weight"] == names["blocks.0.mlp.up.weight"] == 0.1
+    assert {names[n] for n in names if n.endswith("bias") or "norm" in n} == {0.0}
+    assert len(decays) == len(names)
+
+
+def test_clipping_scales_to_the_limit_and_returns_the_norm_before(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    exact = math.sqrt(sum(p.numel() for p in model.parameters()))
+    assert clip_gradients(model.parameters(), 0.0) == pytest.approx(exact, rel=1e-6)
+    assert clip_gradients(model.parameters(), 1.0) == pytest.approx(exact, rel=1e-6)
+    assert clip_gradients(model.parameters(), 0.0) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_missing_gradient_is_noticed(model):
+    with pytest.raises(AssertionError, match="parameters have no gradient"):
+        clip_gradients(model.parameters(), 1.0)
+
+
+def test_optimiser_state_exists_before_the_first_step_and_changes_no_weight(model):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimiser = build_optimiser(model, Optimizer())
+    state = optimiser_tensors(model, optimiser)
+    assert set(state) == {f"{n}.{k}" for n in before for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert optimiser.param_groups[0]["lr"] == Optimizer().lr
+
+
+def guard(tmp_path, **settings):
+    return LossGuard(Guard(**settings), tmp_path / "incidents.jsonl")
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])
+@pytest.mark.parametrize(("action", "allowed"), [("warn", True), ("skip", False)])
+def test_a_loss_that_is_not_finite_is_handled_as_set(tmp_path, loss, norm, action, allowed):
+    judge = guard(tmp_path, nonfinite=action)
+    assert judge.allows(7, loss, norm, [1, 2]) is allowed
+    incident = json.loads((tmp_path / "incidents.jsonl").read_text())
+    assert (incident["step"], incident["action"], incident["samples"]) == (7, action, [1, 2])
+
+
+def test_stop_raises_and_says_what_to_do(tmp_path):
+    with pytest.raises(ShoalError, match="step 7: loss or gradient norm is not finite") as caught:
+        guard(tmp_path, nonfinite="stop").allows(7, math.nan, 1.0, [])
+    assert "incidents.jsonl" in caught.value.hint
+
+
+def test_a_spike_is_judged_against_the_running_mean(tmp_path):
+    judge = guard(tmp_path, spike="skip", spike_factor=2.0)
+    assert all(judge.allows(step, 3.0, 1.0, []) for step in range(1, 31))
+    assert judge.mean == pytest.approx(3.0)
+    assert judge.allows(31, 5.9, 1.0, [])
+    assert not judge.allows(32, 6.5, 1.0, [])
+    assert judge.mean < 3.2
+
+
+def test_a_resumed_guard_judges_alike(tmp_path):
+    first, second = guard(tmp_path), guard(tmp_path)
+    for step in range(1, 31):
+        first.allows(step, 3.0 + step / 100, 1.0, [])
+    second.load(json.loads(json.dumps(first.state())))
+    assert (second.mean, second.seen) == (first.mean, first.seen)
+
+
+def test_rates_follow_from_a_known_clock():
+    now = iter([100.0, 100.0, 100.5, 100.5, 102.0, 102.0])
+    clock = StepClock(CPU, now=lambda: next(now))
+    clock.begin()
+    with clock.phase("forward"):
+        pass
+    with clock.phase("backward"):
+        pass
+    seconds = clock.end()
+    assert seconds == 2.0
+    rates = Rates(1000, world_size=2, flops_per_token=100, matmul_flops=1e6, peak_flops=5e5)
+    rates.add(seconds, clock.phases)
+    rates.add(6.0, clock.phases)
+    got = rates.take()
+    assert got["step_ms"] == 4000
+    assert got["tokens_per_s"] == 250
+    assert got["tokens_per_s_per_device"] == 125
+    assert got["mfu"] == pytest.approx(125 * 100 / 5e5)
+    assert got["mfu_measured"] == pytest.approx(125 * 100 / 1e6)
+    assert (got["forward_ms"], got["backward_ms"], got["data_ms"]) == (500, 1500, 0)
+
+
+def test_an_unknown_device_has_no_mfu():
+    rates = Rates(1000, world_size=1, flops_per_token=100, matmul_flops=1e6, peak_flops=None)
+    rates.add(1.0, {})
+    assert rates.take()["mfu"] is None

@@ -1,0 +1,133 @@
+"""A run that was stopped goes on as if it had not been."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training, tiny_config
+
+SIX = {"steps": 6}
+DROPOUT = {"dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def equal(left, right):
+    assert left["losses"] == right["losses"]
+    assert left["norms"] == right["norms"]
+    for name, weight in left["weights"].items():
+        assert np.array_equal(weight, right["weights"][name]), name
+        for key, moment in left["moments"][name].items():
+            assert np.array_equal(moment, right["moments"][name][key]), (name, key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_resume_is_bitwise_equal(pool, data, tmp_path, world_size):
+    values = tiny_config(data, train=SIX, model=DROPOUT)
+    whole = pool.run(run_training, world_size, tmp_path / "whole", values)
+    halted = tiny_config(data, train=SIX, model=DROPOUT, runtime={"stop_after": 3})
+    first = pool.run(run_training, world_size, tmp_path / "parts", halted)
+    assert not first[0]["done"]
+    assert first[0]["steps"] == [1, 2, 3]
+    second = pool.run(run_training, world_size, tmp_path / "parts", values)
+    equal(whole[0], second[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_resume_on_another_number_of_processes_sees_the_same_samples(pool, data, tmp_path, before, after):
+    values = tiny_config(data, train=SIX, model=DROPOUT)
+    whole = pool.run(run_training, before, tmp_path / "whole", values)[0]
+    pool.run(
+        run_training, before, tmp_path / "parts", values | {"runtime": {**values["runtime"], "stop_after": 3}}
+    )
+    resumed = pool.run(run_training, after, tmp_path / "parts", values)[0]
+    np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=2e-6)
+    np.testing.assert_allclose(resumed["norms"], whole["norms"], rtol=5e-6)
+
+
+def test_metrics_of_a_lost_attempt_are_dropped(pool, data, tmp_path):
+    values = tiny_config(data, train=SIX, checkpoint={"every": 2})
+    pool.run(run_training, 1, tmp_path, values | {"runtime": {**values["runtime"], "stop_after": 4}})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 99.0, "grad_norm": 1.0}) + '\n{"step": 6, "lo')
+    result = pool.run(run_training, 1, tmp_path, values)[0]
+    assert result["steps"] == [1, 2, 3, 4, 5, 6]
+    assert 99.0 not in result["losses"]
+
+
+def test_a_finished_run_started_again_trains_nothing(pool, data, tmp_path):
+    values = tiny_config(data)
+    first = pool.run(run_training, 1, tmp_path, values)[0]
+    again = pool.run(run_training, 1, tmp_path, values)[0]
+    assert again["done"]
+    equal(first, again)
+
+
+def test_more_steps_train_on_and_the_schedule_follows(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path, tiny_config(data))
+    longer = pool.run(run_training, 1, tmp_path, tiny_config(data, train={"steps": 8}))[0]
+    assert longer["steps"] == list(range(1, 9))
+    rates = [line["lr"] for line in longer["lines"] if "lr" in line]
+    assert rates[7] == pytest.approx(1e-3)
+    assert rates[5] > rates[6] > rates[7]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": {"n_layers": 3}}, "model.n_layers was 2, now 3"),
+        ({"train": {"global_batch_size": 8}}, "train.global_batch_size was 16, now 8"),
+        ({"train": {"seq_len": 8}}, "train.seq_len was 16, now 8"),
+        ({"train": {"seed": 4}}, "train.seed was 3, now 4"),
+    ],
+)
+def test_a_changed_model_or_data_order_is_refused_by_name(pool, data, tmp_path, change, named):
+    pool.run(run_training, 1, tmp_path, tiny_config(data))
+    with pytest.raises(AssertionError, match=named) as caught:
+        pool.run(run_training, 1, tmp_path, tiny_config(data, **change))
+    assert "--init" in str(caught.value)
+
+
+def test_changed_data_is_refused_with_both_fingerprints(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "run", tiny_config(data))
+    other = random_dataset(tmp_path / "other", seed=1)
+    with pytest.raises(
+        AssertionError, match=r"the data changed since .*: fingerprint\(s\) \w{32} then, \w{32} now"
+    ):
+        pool.run(run_training, 1, tmp_path / "run", tiny_config(other))
+
+
+def test_fewer_steps_than_the_checkpoint_are_refused(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path, tiny_config(data))
+    with pytest.raises(AssertionError, match=r"is at step 5, beyond train.steps = 4"):
+        pool.run(run_training, 1, tmp_path, tiny_config(data, train={"steps": 4}))
+
+
+def test_init_starts_a_new_run_from_weights_alone(pool, data, tmp_path):
+    first = pool.run(run_training, 1, tmp_path / "first", tiny_config(data))[0]
+    values = tiny_config(
+        data, train={"steps": 1}, optimizer={"lr": 1e-12}, schedule={"warmup_steps": 0, "min_lr": 0}
+    )
+    new = pool.run(run_child, 2, tmp_path / "new", values, tmp_path / "first", False)[0]
+    for name, weight in first["weights"].items():
+        np.testing.assert_allclose(new["weights"][name], weight, atol=1e-9, err_msg=name)
+    assert new["steps"] == [1]
+    assert float(new["moments"]["embed.weight"]["step"]) == 1
+    state = json.loads((tmp_path / "new/checkpoints/step-00000001/state.json").read_text())
+    assert [parent["step"] for parent in state["lineage"]] == [5]
+
+
+def test_init_optimizer_keeps_the_moments(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data))
+    values = tiny_config(data, train={"steps": 1}, schedule={"warmup_steps": 0})
+    new = pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", True)[0]
+    assert float(new["moments"]["embed.weight"]["step"]) == 6
+
+
+def run_child(run_dir, values, parent, moments):
+    return run_training(run_dir, values, init=parent, init_optimizer=moments)
