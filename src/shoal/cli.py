@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -38,6 +38,79 @@ def doctor(*, json: Path | None = None) -> int:
     from shoal.doctor import doctor as run
 
     return run(json)
+
+
+@app.command
+def prepare(
+    inputs: Annotated[tuple[str, ...], Parameter(name="INPUT", negative=())],
+    /,
+    *,
+    output: Path,
+    tokenizer: str = "bpe",
+    vocab_size: int | None = None,
+    split: str = "949,50,1",
+    seed: int = 1234,
+    text_key: str = "text",
+    delim: str | None = None,
+    separator: str | None = None,
+    limit: int | None = None,
+    validation: tuple[str, ...] = (),
+    test: tuple[str, ...] = (),
+    max_rejected_share: float = 0.05,
+    workers: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Turn text into a dataset: token files, tokenizer and manifest in one folder.
+
+    Stop it at any time and run the same command again: it continues. Run it once more: it does nothing.
+
+    Example: shoal prepare stdlib --output datasets/stdlib --vocab-size 4096
+
+    Example: shoal prepare corpus/*.jsonl.gz notes/ --output datasets/mine --tokenizer gpt2 --text-key body
+
+    Parameters
+    ----------
+    inputs
+        Files, folders or quoted globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv, .parquet; or
+        `stdlib`, the source text of this Python's standard library (12 MB, offline).
+    output
+        Folder of the dataset; new, or one that this command began.
+    tokenizer
+        bpe (trained on this text), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder
+        with one of them or with vocab.json and merges.txt.
+    vocab_size
+        Ids of a trained bpe; 32000 if left out.
+    split
+        Weights of train, validation and test, by document; by tokens where documents are too few.
+    seed
+        Chooses which documents are held out, and the sample that a bpe is trained on.
+    text_key
+        Key, or column, that holds the text.
+    delim
+        Character between CSV fields; a comma, or a tab for .tsv, if left out.
+    separator
+        Text between the documents of a .txt file; each file is one document if left out.
+    limit
+        Take only the first so many documents.
+    validation
+        Files of the validation split, instead of a part of INPUT.
+    test
+        Files of the test split, instead of a part of INPUT.
+    max_rejected_share
+        Stop if more than this share of the documents is broken; they are listed in rejects/.
+    workers
+        Processes; as many as there are cores if left out. Never changes the result.
+    json
+        Write the manifest and the speed to this file, too.
+    """
+    from shoal.data.prepare.options import PrepareOptions
+    from shoal.data.prepare.run import prepare_command
+
+    chosen = PrepareOptions(
+        inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
+        test, max_rejected_share, workers,
+    )  # fmt: skip
+    prepare_command(chosen, json)
 
 
 checkpoint = App(name="checkpoint", help="List, verify or remove the checkpoints of a run.")
@@ -152,6 +225,22 @@ def generate(
 
     sampling = Sampling(greedy, temperature, top_k, top_p, seed)
     run(checkpoint, prompt, input, output, device, Wish(sampling, max_tokens, samples, batch_size))
+
+
+@app.command
+def quickstart(*, output: Path = Path("quickstart")) -> None:
+    """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery, its writing.
+
+    Example: shoal quickstart --output /tmp/quickstart
+
+    Parameters
+    ----------
+    output
+        Folder for the dataset and the two runs.
+    """
+    from shoal.quickstart import quickstart as run
+
+    run(output)
 
 
 def main() -> None:

@@ -75,6 +75,11 @@ class IndexedWriter:
         """Return the number of documents that have ended."""
         return len(self._marks) - 1
 
+    @property
+    def between_documents(self) -> bool:
+        """Tell whether no document is open."""
+        return not self._open_tokens
+
     def append(self, tokens: np.ndarray) -> None:
         """Add 1-D `tokens` to the open document."""
         if not len(tokens):

@@ -47,6 +47,7 @@ class Tokenizer:
         self.name = backend.name
         self.vocab_size = backend.vocab_size
         self.eod_id = backend.eod_id
+        self.cut = backend.cut  # where a long text may be cut; None: nowhere that is known
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without an end-of-document id."""
@@ -224,13 +225,17 @@ class SentencePieceBackend:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a `tokenizer.json` or SentencePiece `.model`, or the one in folder `path`."""
     path = _tokenizer_file(Path(path))
+    return parse_tokenizer(read_tokenizer_file(path), str(path))
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """Read a tokenizer's file, of bounded size."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"tokenizer {path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a tokenizer")
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
-    return parse_tokenizer(content, str(path))
 
 
 def parse_tokenizer(content: bytes, where: str) -> Tokenizer:

@@ -1,0 +1,96 @@
+"""What a preparation is asked for, checked before anything is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import ConfigError
+
+TRAINED, GPT2, BYTES = "bpe", "gpt2", "bytes"
+DEFAULT_VOCAB = 32_000
+MIN_VOCAB = 257  # 256 bytes and the end-of-document token
+MAX_TRAINED_VOCAB = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Everything `shoal prepare` can be told; `workers` and `range_bytes` never change the result."""
+
+    inputs: tuple[str, ...]
+    output: Path
+    tokenizer: str = TRAINED
+    vocab_size: int | None = None
+    split: str = "949,50,1"
+    seed: int = 1234
+    text_key: str = "text"
+    delim: str | None = None
+    separator: str | None = None
+    limit: int | None = None
+    validation: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    max_rejected_share: float = 0.05
+    workers: int | None = None
+    range_bytes: int | None = None
+    shares: tuple[float, float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shares", self._effective_shares(parse_split(self.split)))
+        self._check_vocab()
+        if self.delim is not None and len(self.delim) != 1:
+            raise ConfigError(f"--delim {self.delim!r} is not one character", hint="use ',' or ';' or $'\\t'")
+        if self.separator == "":
+            raise ConfigError(
+                "--separator is empty", hint="leave it out: then each .txt file is one document"
+            )
+        for name, value in (("--limit", self.limit), ("--workers", self.workers)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value} is below 1", hint="leave it out for no limit")
+        if not 0 <= self.max_rejected_share <= 1:
+            raise ConfigError(
+                f"--max-rejected-share {self.max_rejected_share} is not a share", hint="use 0 to 1"
+            )
+
+    @property
+    def trained_vocab(self) -> int:
+        """Return the vocabulary size to train for."""
+        return self.vocab_size or DEFAULT_VOCAB
+
+    def _check_vocab(self) -> None:
+        """Refuse a vocabulary size that nothing can use."""
+        if self.vocab_size is None:
+            return
+        if self.tokenizer != TRAINED:
+            raise ConfigError(
+                f"--vocab-size {self.vocab_size} with --tokenizer {self.tokenizer}: that vocabulary is fixed",
+                hint=f"leave it out, or use --tokenizer {TRAINED}",
+            )
+        if not MIN_VOCAB <= self.vocab_size <= MAX_TRAINED_VOCAB:
+            raise ConfigError(
+                f"--vocab-size {self.vocab_size} is not between {MIN_VOCAB} and {MAX_TRAINED_VOCAB:,}",
+                hint="256 ids are bytes and one ends a document; 4096 suits 10 MB of text, 32000 1 GB",
+            )
+
+    def _effective_shares(self, shares: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Take no validation or test part from the main text where separate files are given for it."""
+        train, validation, test = shares
+        kept = (train, 0.0 if self.validation else validation, 0.0 if self.test else test)
+        if not kept[0]:
+            raise ConfigError(f"--split {self.split} gives training nothing", hint="use for example 949,50,1")
+        return tuple(value / sum(kept) for value in kept)  # type: ignore[return-value]
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Read "949,50,1": weights of train, validation and test; missing ones are 0."""
+    words = text.replace("/", ",").split(",")
+    try:
+        values = [float(word) for word in words]
+    except ValueError:
+        values = []
+    if not 1 <= len(values) <= 3 or min(values) < 0 or not math.isfinite(sum(values)) or sum(values) <= 0:
+        raise ConfigError(
+            f"--split {text!r} is not one to three weights", hint="use for example 949,50,1 or 0.9,0.1"
+        )
+    train, validation, test = [*values, 0.0, 0.0][:3]
+    return train, validation, test

@@ -1,0 +1,383 @@
+"""The first stage: the bytes of one range become rows of text. A bad line becomes a row with a reason."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
+from shoal.errors import ConfigError, DataError
+
+BATCH_BYTES = 1 << 20
+BATCH_ROWS = 4096
+_BLOCK = 1 << 18
+_PIECE = 4 << 20  # of a document that spans more than one row
+_BOM = b"\xef\xbb\xbf"
+
+# A row is a document, a piece of one (`starts`, `ends` tell which), or a refusal (`reason`, no `text`).
+# (file, offset) is the document's identity: a byte for text and JSONL, a record for CSV, a row for Parquet.
+PARSED = pa.schema(
+    [
+        ("file", pa.int32()),
+        ("offset", pa.int64()),
+        ("line", pa.int64()),  # counted from 1 at the start of the segment; 0 where a file has no lines
+        ("starts", pa.bool_()),
+        ("ends", pa.bool_()),
+        ("text", pa.large_string()),
+        ("reason", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How text lies in the files; `cut` is the tokenizer's rule for pieces of long documents."""
+
+    text_key: str
+    delim: str | None
+    separator: str | None
+    cut: re.Pattern[bytes] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of PARSED without its file."""
+
+    offset: int
+    line: int
+    text: str | None
+    reason: str | None
+    starts: bool = True
+    ends: bool = True
+
+
+def parse_range(
+    work: WorkRange, sources: Mapping[int, SourceFile], form: Format, lines: dict[int, int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a range, about 1 MB a batch; `lines` receives the number of lines of each segment."""
+    lines = {} if lines is None else lines
+    batch: list[tuple[int, Row]] = []
+    size = documents = 0
+    for place, segment in enumerate(work.segments):
+        for row in _rows(segment, sources[segment.file], form, lines, place):
+            documents += bool(row.text) and row.ends
+            batch.append((segment.file, row))
+            size += len(row.text or "")
+            if size >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
+                yield _to_batch(batch)
+                batch, size = [], 0
+            if documents == work.limit:
+                break
+        if documents == work.limit:
+            break
+    if batch:
+        yield _to_batch(batch)
+
+
+def _to_batch(rows: list[tuple[int, Row]]) -> pa.RecordBatch:
+    """Build one Arrow batch."""
+    columns = [
+        [file for file, _ in rows],
+        *([getattr(row, name) for _, row in rows] for name in PARSED.names[1:]),
+    ]
+    arrays = [pa.array(values, kind) for values, kind in zip(columns, PARSED.types, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=PARSED)
+
+
+def _rows(
+    segment: Segment, source: SourceFile, form: Format, lines: dict[int, int], place: int
+) -> Iterator[Row]:
+    """Choose the reader for a file's kind; anything but a clean read is a DataError that names the file."""
+    try:
+        if source.kind == "text":
+            whole = form.separator is None
+            yield from _one_text(segment, source, form) if whole else _separated(segment, source, form)
+        elif source.kind == "csv":
+            yield from _csv_rows(source, form)
+        elif source.kind == "parquet":
+            yield from _parquet_rows(segment, source, form)
+        else:
+            yield from _json_rows(segment, source, form, lines, place)
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise DataError(
+            f"{source.path} cannot be read to its end: {error}",
+            hint="it is cut short or damaged: copy it again, or leave it out",
+        ) from error
+
+
+def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+    """Read a file that is one document, or the part of it that this segment stands for."""
+    whole = segment.start == 0 and segment.end == source.size
+    bad = first_bad_byte(Path(source.path)) if whole else None  # cut files were checked when they were cut
+    if bad is not None:
+        yield Row(0, *_refusal(source.path, bad))
+        return
+    with open(source.path, "rb") as file:
+        start = _cut_from(file, segment.start, source.size, form.cut)
+        end = _cut_from(file, segment.end, source.size, form.cut)
+        file.seek(start)
+        data = file.read(end - start)
+    skip = len(_BOM) if start == 0 and data.startswith(_BOM) else 0
+    if start == 0 and len(data) == skip:
+        yield Row(0, 0, "", None)
+        return
+    at = skip
+    while at < len(data):
+        found = form.cut.search(data, at + _PIECE) if form.cut else None
+        stop = found.start() if found else len(data)
+        first, last = start + at == skip, start + stop == source.size
+        yield Row(start + at, 0, data[at:stop].decode(), None, starts=first, ends=last)
+        at = stop
+
+
+def first_bad_byte(path: Path) -> int | None:
+    """Return where a file stops being UTF-8, None where it is UTF-8 throughout; reads a block at a time."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(_BLOCK)
+            held = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return at - held + error.start
+            if not block:
+                return None
+            at += len(block)
+
+
+def _refusal(path: str, bad: int) -> tuple[int, None, str]:
+    """Return (line, no text, reason) for a file whose byte at `bad` is not UTF-8."""
+    line, left = 1, bad
+    with open(path, "rb") as file:
+        head = file.read(2)
+        file.seek(0)
+        while block := file.read(min(_BLOCK, left)):
+            line, left = line + block.count(b"\n"), left - len(block)
+        byte = file.read(1)
+    return line, None, _not_utf8(head, byte[0], bad)
+
+
+def _cut_from(file: BinaryIO, place: int, size: int, cut: re.Pattern[bytes] | None) -> int:
+    """Return the first place from `place` on where the text may be cut; it depends on nothing else."""
+    if place in (0, size):
+        return place
+    assert cut is not None
+    begin = max(0, place - 8)  # the rule looks at the character before a cut
+    file.seek(begin)
+    buffer, at = b"", place - begin
+    while block := file.read(_BLOCK):
+        buffer += block
+        found = cut.search(buffer, at)
+        if found:
+            return begin + found.start()
+        at = max(at, len(buffer) - 8)
+    return size
+
+
+def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+    """Read the documents of a text file that a separator divides."""
+    assert form.separator is not None
+    mark = form.separator.encode()
+    with open(source.path, "rb") as file:
+        file.seek(segment.start)
+        data = file.read(segment.end - segment.start)
+    at = len(_BOM) if segment.start == 0 and data.startswith(_BOM) else 0
+    for part in data[at:].split(mark):
+        text, reason = _decode(part, segment.start + at)
+        if part or at < len(data):  # the file's last separator opens no document
+            yield Row(segment.start + at, 0, text, reason)
+        at += len(part) + len(mark)
+
+
+def _json_rows(
+    segment: Segment, source: SourceFile, form: Format, lines: dict[int, int], place: int
+) -> Iterator[Row]:
+    """Read the JSON lines that start inside the segment."""
+    number = 0
+    for number, (offset, line) in enumerate(_lines(segment, source), start=1):
+        lines[place] = number
+        if line.strip():
+            text, reason = _json_text(line, offset, form.text_key)
+            yield Row(offset, number, text, reason)
+
+
+def _lines(segment: Segment, source: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of each line that starts inside the segment; offsets count decompressed bytes."""
+    with _open(source) as file:
+        offset = segment.start
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while source.kind != "jsonl" or offset < segment.end:
+            line = file.readline()
+            if not line:
+                return
+            if offset == 0 and line.startswith(_BOM):
+                line = line[len(_BOM) :]
+                offset = len(_BOM)
+            yield offset, line
+            offset += len(line)
+
+
+def _open(source: SourceFile) -> BinaryIO:
+    """Open a file, decompressing it on the way."""
+    if source.kind.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(source.path), _BLOCK)
+    if source.kind.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ConfigError(f"{source.path} needs zstandard", hint="pip install 'shoal[data]'") from error
+        return io.BufferedReader(_ZstdErrors(zstandard.open(source.path, "rb")), _BLOCK)
+    return open(source.path, "rb")
+
+
+class _ZstdErrors(io.RawIOBase):
+    """A zstandard stream whose errors are OSErrors, as gzip's are."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        try:
+            data = self._stream.read(len(buffer))
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:
+    """Return (text, None) or (None, why not) of one JSON line."""
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return None, _not_utf8(line, line[error.start], offset + error.start)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return None, f"not a JSON object but {type(value).__name__}"
+    if key not in value:
+        return None, no_key(key, list(value))
+    return _check_text(value[key], key)
+
+
+def _csv_rows(source: SourceFile, form: Format) -> Iterator[Row]:
+    """Read a CSV or TSV file with a header row, record by record."""
+    csv.field_size_limit(sys.maxsize)
+    delim = form.delim or ("\t" if source.path.lower().endswith(".tsv") else ",")
+    with open(source.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, delimiter=delim)
+        column = csv_column(next(reader, []), source, form.text_key)
+        record = 0
+        while True:
+            record, line = record + 1, reader.line_num + 1
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(record, line, None, f"not {'TSV' if delim == chr(9) else 'CSV'}: {error}")
+                continue
+            if not fields:
+                continue
+            if column >= len(fields):
+                yield Row(
+                    record, line, None, f"{len(fields)} fields; {form.text_key!r} is field {column + 1}"
+                )
+                continue
+            yield Row(record, line, *_check_text(fields[column], form.text_key))
+
+
+def csv_column(header: list[str], source: SourceFile, key: str) -> int:
+    """Return the place of the text column; DataError with the columns seen where it is missing."""
+    if key not in header:
+        raise DataError(f"{source.path}: {no_key(key, header)}", hint="name the text column with --text-key")
+    return header.index(key)
+
+
+def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+    """Read the text column of some row groups."""
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(source.path)
+        first = sum(file.metadata.row_group(group).num_rows for group in range(segment.start))
+        groups = list(range(segment.start, segment.end))
+        for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[form.text_key]):
+            for number, value in enumerate(_strings(batch.column(0)), start=first):
+                yield Row(number, 0, *_check_text(value, form.text_key))
+            first += batch.num_rows
+    except pa.ArrowException as error:
+        raise DataError(f"{source.path} is damaged: {error}", hint="leave it out or copy it again") from error
+
+
+def _strings(column: pa.Array) -> Iterator[str | None]:
+    """Yield a text column's values; bytes that are not UTF-8 come as lone surrogates, refused later."""
+    for value in column.cast(pa.large_binary()):
+        raw = value.as_py()
+        yield None if raw is None else raw.decode(errors="surrogateescape")
+
+
+def _decode(data: bytes, offset: int) -> tuple[str | None, str | None]:
+    """Return (text, None), or (None, why not) where the bytes are not UTF-8."""
+    try:
+        return data.decode(), None
+    except UnicodeDecodeError as error:
+        return None, _not_utf8(data, data[error.start], offset + error.start)
+
+
+def _check_text(value: Any, key: str) -> tuple[str | None, str | None]:
+    """Return (text, None) or (None, why this value is no text)."""
+    if not isinstance(value, str):
+        return None, f"{key!r} is {'null' if value is None else type(value).__name__}, not a string"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        bad = ord(value[error.start])
+        what = f"byte 0x{bad - 0xDC00:02x}" if 0xDC80 <= bad <= 0xDCFF else f"lone surrogate U+{bad:04X}"
+        return None, f"not UTF-8: {what} at character {error.start}"
+    return value, None
+
+
+def _not_utf8(head: bytes, byte: int, offset: int) -> str:
+    """Say where bytes stop being UTF-8; UTF-16 is named, the usual mistake."""
+    known = " (it looks like UTF-16: convert it first)" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    return f"not UTF-8: byte 0x{byte:02x} at offset {offset}{known}"
+
+
+def no_key(key: str, seen: list[str]) -> str:
+    """Say that a text key is missing, and which keys there are."""
+    names = ", ".join(repr(str(name)[:60]) for name in seen[:10]) or "none"
+    return f"no key {key!r}; keys seen: {names}"
+
+
+def refuse_wrong_key(source: SourceFile, form: Format) -> None:
+    """Look at the start of a JSONL, CSV or Parquet file: raise DataError where nothing in it is usable."""
+    if source.kind == "text" or not source.size:
+        return
+    work = WorkRange(0, source.role, 0, (Segment(0, 0, 1 if source.kind == "parquet" else _BLOCK),), limit=1)
+    batch = next(parse_range(work, {0: source}, form), None)
+    if batch is not None and batch.column("reason").null_count == 0:
+        raise DataError(
+            f"{source.path}: the first {len(batch):,} are all refused: {batch.column('reason')[0].as_py()}",
+            hint="name the key or column that holds the text with --text-key",
+        )

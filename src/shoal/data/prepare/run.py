@@ -1,0 +1,353 @@
+"""`shoal prepare` from end to end: find, tokenise range by range, split, assemble, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset
+from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
+from shoal.data.prepare.engine import run_ranges, usable_cores
+from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
+from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
+from shoal.data.prepare.parse import refuse_wrong_key
+from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
+from shoal.data.prepare.progress import RangeProgress, summary_table
+from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources
+from shoal.data.prepare.splits import SplitPlan, plan_split
+from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
+from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
+from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
+from shoal.errors import DataError, InputError, StoppedError
+from shoal.runtime.files import atomic_write, disk_error, fsync_dir, read_json, write_json
+
+WORK_DIR = ".work"  # inside the dataset folder until it is finished
+STAGES_DIR = "stages"
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Where one preparation works."""
+
+    output: Path
+    work: Path  # one folder for each set of inputs and options: pieces of two never meet
+
+    @property
+    def ranges(self) -> Path:
+        return self.work / "ranges"
+
+    @property
+    def final(self) -> Path:
+        return self.work / "final"
+
+
+def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
+    """Make the dataset folder `options.output`, or continue to, or find it made; return it opened.
+
+    Nothing appears under its final name before all of it is there; the manifest comes last.
+    """
+    console = console or Console(stderr=True)
+    started = time.monotonic()
+    sources = find_sources(options)
+    inputs = describe_inputs(options, sources)
+    if (options.output / MANIFEST).exists():
+        return _already_made(options.output, inputs, console)
+    with _locked(options.output), _stop_on_signals():
+        paths = _work_folder(options, inputs, console)
+        tokenizer_path = _make_tokenizer(options, sources, paths, console)
+        summaries = _tokenise(options, sources, paths, tokenizer_path, console)
+        dataset = _finish(options, inputs, sources, paths, tokenizer_path, summaries, console)
+    console.print(summary_table(dataset.manifest, str(options.output), time.monotonic() - started))
+    return dataset
+
+
+def prepare_command(options: PrepareOptions, json_path: Path | None) -> None:
+    """Run `shoal prepare`: the table goes to the screen, the figures to `json_path` where one is given."""
+    started = time.monotonic()
+    dataset = prepare(options, Console())
+    if json_path is not None:
+        seconds = time.monotonic() - started
+        write_json(json_path, {"path": str(options.output), "seconds": seconds, "manifest": dataset.manifest})
+
+
+def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dataset:
+    """Return the finished dataset if it was made from just this; refuse to replace another."""
+    dataset = open_dataset(output)
+    different = changes(dataset.manifest.get("inputs", {}), inputs)
+    if different:
+        raise InputError(
+            f"{output} already holds a dataset made otherwise: {'; '.join(different)}",
+            hint="choose another --output, or delete that folder first",
+        )
+    console.print(f"{output} is up to date: same inputs, same options; nothing to do")
+    return dataset
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Hold the folder for this process alone; refuse one that holds other people's files."""
+    ours = {WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(path.name for path in output.iterdir() if path.name not in ours)
+        if foreign:
+            raise InputError(
+                f"{output} is not empty: it holds {foreign[0]}", hint="choose a new folder for --output"
+            )
+        (output / WORK_DIR).mkdir(exist_ok=True)
+        lock = (output / WORK_DIR / "lock").open("w")
+    except OSError as error:
+        raise disk_error(error, output) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(f"another `shoal prepare` is writing {output}", hint="wait for it") from error
+        yield
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    """Raise StoppedError on SIGINT and SIGTERM; a second signal ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name}; what is done is kept",
+            hint="run the same command again to continue",
+        )
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Console) -> _Paths:
+    """Return the folder for these inputs and options; unfinished work on others is dropped."""
+    root = options.output / WORK_DIR
+    paths = _Paths(options.output, root / plan_key(inputs))
+    for other in root.iterdir():
+        if other.is_dir() and other != paths.work:
+            console.print(
+                f"inputs or options changed: earlier unfinished work in {options.output} is dropped"
+            )
+            shutil.rmtree(other)
+    paths.ranges.mkdir(parents=True, exist_ok=True)
+    return paths
+
+
+def _make_tokenizer(
+    options: PrepareOptions, sources: list[SourceFile], paths: _Paths, console: Console
+) -> Path:
+    """Return the tokenizer's file in the work folder; make it unless an earlier run did."""
+    found = next(
+        (paths.work / name for name in (JSON_NAME, MODEL_NAME) if (paths.work / name).exists()), None
+    )
+    if found:
+        return found
+    form = _spec(options, paths, Path()).form(None)
+    for source in {(s.role, s.kind): s for s in reversed(sources)}.values():
+        refuse_wrong_key(source, form)
+    if options.tokenizer == TRAINED:
+        console.print(f"training a byte-level BPE with {options.trained_vocab:,} ids")
+        content = _interruptible(
+            lambda: train_bpe(sources, form, options.trained_vocab, options.seed, options.limit)
+        )
+    else:
+        content = fixed_tokenizer(options.tokenizer)
+        if options.tokenizer != BYTES:
+            sample = next(sample_text(sources, form, options.seed, options.limit), [])
+            check_fit(content, options.tokenizer, [text[:FIT_BYTES] for text in sample[:64]])
+    tokenizer = parse_tokenizer(content, options.tokenizer)
+    if options.tokenizer == TRAINED and tokenizer.vocab_size < options.trained_vocab:
+        console.print(
+            f"the text gives only {tokenizer.vocab_size:,} ids: fewer than {options.trained_vocab:,}"
+        )
+    path = paths.work / (JSON_NAME if content.lstrip()[:1] == b"{" else MODEL_NAME)
+    with atomic_write(path) as file:
+        file.write(content)
+    return path
+
+
+def _tokenise(
+    options: PrepareOptions, sources: list[SourceFile], paths: _Paths, tokenizer_path: Path, console: Console
+) -> list[dict[str, Any]]:
+    """Do the ranges that are not done yet; return the summaries of all, in order."""
+    tokenizer = parse_tokenizer(tokenizer_path.read_bytes(), str(tokenizer_path))
+    spec = _spec(options, paths, tokenizer_path)
+    ranges = _plan(options, sources, tokenizer, paths)
+    if options.limit is not None:
+        ranges = limit_ranges(ranges, dict(enumerate(sources)), spec.form(tokenizer.cut), options.limit)
+    done = {
+        work.index: _summary(paths, work)
+        for work in ranges
+        if range_paths(paths.ranges, work.index)[1].exists()
+    }
+    if done:
+        console.print(f"continuing: {len(done)} of {len(ranges)} ranges were done before")
+    pending = [work for work in ranges if work.index not in done]
+    total, before = sum(work.num_bytes for work in ranges), sum(s["bytes"] for s in done.values())
+    workers = min(options.workers or usable_cores(), max(len(pending), 1))
+    with RangeProgress(console, total, before) as progress:
+        if pending:
+            packed = [pack_range(work, sources) for work in pending]
+            with contextlib.closing(run_ranges(packed, spec, workers)) as results:
+                for summary in results:
+                    done[summary["index"]] = summary
+                    progress.advance(summary["bytes"])
+    return [done[work.index] for work in ranges]
+
+
+def _plan(
+    options: PrepareOptions, sources: list[SourceFile], tokenizer: Tokenizer, paths: _Paths
+) -> list[WorkRange]:
+    """Cut the sources into ranges, of the size that an earlier run of this work used."""
+    note = paths.work / "range_bytes.json"
+    if not note.exists():
+        write_json(note, options.range_bytes or range_size(sources))
+    size = int(read_json(note, "work note"))
+    return plan_ranges(sources, size, separator=options.separator, cuttable=tokenizer.cut is not None)
+
+
+def _finish(
+    options: PrepareOptions,
+    inputs: dict[str, Any],
+    sources: list[SourceFile],
+    paths: _Paths,
+    tokenizer_path: Path,
+    summaries: list[dict[str, Any]],
+    console: Console,
+) -> Dataset:
+    """Check what was counted, assemble the splits, and publish everything."""
+    shutil.rmtree(paths.final, ignore_errors=True)
+    paths.final.mkdir()
+    write_rejects(paths.ranges, paths.final, summaries, sources)
+    _refuse_bad_input(options, paths, summaries)
+    split = _plan_split(options, summaries, console)
+    tokenizer = parse_tokenizer(tokenizer_path.read_bytes(), str(tokenizer_path))
+    facts = assemble(paths.ranges, paths.final, summaries, split, tokenizer.vocab_size)
+    shutil.copyfile(tokenizer_path, paths.final / tokenizer_path.name)
+    manifest, stages = build_manifest(
+        options, inputs, sources, summaries, split, facts, tokenizer, tokenizer_path
+    )
+    for name, record in stages.items():
+        write_json(paths.final / STAGES_DIR / f"{name}.json", record)
+    _publish(paths, manifest)
+    return open_dataset(options.output)
+
+
+def _refuse_bad_input(options: PrepareOptions, paths: _Paths, summaries: list[dict[str, Any]]) -> None:
+    """Raise DataError where there is no text, or too much of it was refused."""
+    rejected = sum(s["rejected"] for s in summaries)
+    documents = sum(s["documents"] for s in summaries if s["role"] == "main")
+    total = rejected + sum(s["documents"] for s in summaries)
+    if documents and rejected <= options.max_rejected_share * total:
+        return
+    target = options.output / REJECTS_DIR / REJECTS_NAME
+    target.parent.mkdir(exist_ok=True)
+    (paths.final / REJECTS_DIR / REJECTS_NAME).replace(target)
+    if not rejected:
+        raise DataError(f"there is no text in {', '.join(options.inputs)}", hint="all documents are empty")
+    with target.open(encoding="utf-8") as file:
+        first = json.loads(file.readline())
+    where = f"{first['file']} line {first['line']}" if first["line"] else f"{first['file']}"
+    raise DataError(
+        f"{rejected:,} of {total:,} documents are refused ({rejected / total:.1%}), "
+        f"more than --max-rejected-share {options.max_rejected_share}; the first: {where}: {first['reason']}",
+        hint=f"all are listed in {target}; mend them, or run again with a larger --max-rejected-share",
+    )
+
+
+def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], console: Console) -> SplitPlan:
+    """Divide the main text, and say so where it is not by documents."""
+    main = [s for s in summaries if s["role"] == "main"]
+    documents, tokens = sum(s["documents"] for s in main), sum(s["tokens"] for s in main)
+    split = plan_split(documents, tokens, options.shares, options.seed, options.split)
+    if split.by == "tokens":
+        console.print(
+            f"{documents:,} documents are too few for split {options.split} by documents: "
+            "split by tokens, so one document may lie in two splits"
+        )
+    return split
+
+
+def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
+    """Give everything its final name, the manifest last. Signals wait for these few renames."""
+    names = [STAGES_DIR, REJECTS_DIR, JSON_NAME, MODEL_NAME, *_token_files()]
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        for name in names:
+            old, new = paths.output / name, paths.final / name
+            if old.is_dir():
+                shutil.rmtree(old)
+            old.unlink(missing_ok=True)
+            if new.exists():
+                new.replace(old)
+        fsync_dir(paths.output)
+        write_json(paths.output / MANIFEST, manifest)
+        shutil.rmtree(paths.output / WORK_DIR)
+    except OSError as error:
+        raise disk_error(error, paths.output) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _spec(options: PrepareOptions, paths: _Paths, tokenizer_path: Path) -> WorkSpec:
+    """Return what the workers must know."""
+    return WorkSpec(
+        str(paths.ranges.absolute()),
+        str(tokenizer_path.absolute()),
+        options.text_key,
+        options.delim,
+        options.separator,
+    )
+
+
+def _summary(paths: _Paths, work: WorkRange) -> dict[str, Any]:
+    """Read the summary of a range that is done."""
+    summary: dict[str, Any] = read_json(range_paths(paths.ranges, work.index)[1], "range summary")
+    return summary
+
+
+def _token_files() -> list[str]:
+    """List the names that token files can have."""
+    return [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx")]
+
+
+def _interruptible(work: Callable[[], _Result]) -> _Result:
+    """Run long foreign code in a thread, so that a signal is heard at once."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if errors:
+        raise errors[0]
+    return results[0]
