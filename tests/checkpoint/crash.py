@@ -1,6 +1,6 @@
 """Processes that are killed at a chosen moment of a save.
 
-They are forked from a server that has imported torch already, so that one costs a tenth of a second, not four.
+They are forked from a server that has imported torch already: one costs a tenth of a second, not four.
 """
 
 from __future__ import annotations

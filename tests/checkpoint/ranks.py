@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shoal.checkpoint import store as store_module
 from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.tensors import HostCopies
+from shoal.errors import CheckpointError
 
 SHAPES = {
     "model.embed.weight": (10, 4),
@@ -71,3 +77,94 @@ def load_latest(folder: Path, cut: bool = False, dim: int = 0) -> int | None:
     store.load(path, tensors)
     assert same(whole(tensors), full_tensors(step))
     return step
+
+
+def failing_save(folder: Path, failing_rank: int) -> tuple[str, str]:
+    """Save step 10, then step 20 with a full disk on one rank; return what that raised, twice over."""
+    store = open_store(folder)
+    store.save(10, full_tensors(10), {}, {})
+    store.wait()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.fsync", side_effect=full if dist.get_rank() == failing_rank else None):
+        store.save(20, full_tensors(20), {}, {})
+        raised = []
+        for again in (store.wait, store.poll):
+            try:
+                again()
+            except CheckpointError as error:
+                raised.append(str(error))
+    return raised[0], raised[1]
+
+
+def save_on_small_disk(folder: Path) -> str:
+    """Save a small step, then one that does not fit; return what that raised."""
+    store = open_store(folder)
+    store.save(10, full_tensors(10), {}, {})
+    store.save(20, {"model.big": torch.zeros(1 << 20)}, {}, {})
+    try:
+        store.wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def damage_then_latest(folder: Path, damaged: list[str]) -> list[str | None]:
+    """Cut one file of each named checkpoint short, then ask twice for the newest good one."""
+    store = open_store(folder)
+    if dist.get_rank() == 0:
+        for name in damaged:
+            (folder / name / "state.json").write_text("{")
+    dist.barrier()
+    paths = [store.latest(), store.latest()]
+    return [path and path.name for path in paths]
+
+
+def load_misfit(folder: Path) -> str:
+    """Ask for a tensor of another shape, one that is not there, and leave one out."""
+    store = open_store(folder)
+    path = store.latest()
+    tensors = full_tensors() | {"model.new": torch.zeros(1), "model.up.weight": torch.zeros(7, 4)}
+    del tensors["model.embed.weight"]
+    try:
+        store.load(path, tensors)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_twice_quickly(folder: Path) -> tuple[bool, bool, list[str]]:
+    """Hold the first save up until the second is due; return what was seen."""
+    store = open_store(folder)
+    gate = threading.Event()
+    write_folder = store_module.write_folder
+
+    def slow(*args):
+        gate.wait(20)
+        write_folder(*args)
+
+    messages: list[str] = []
+    with (
+        mock.patch.object(store_module, "write_folder", slow),
+        mock.patch.object(store_module.log, "info", lambda text, *args: messages.append(text % args)),
+    ):
+        tensors = full_tensors(10)
+        held_up_s = store.save(10, tensors, {}, {})
+        for tensor in tensors.values():
+            tensor.fill_(-1)  # training goes on: the copy must not see it
+        returned_early = not (folder / "step-00000010").exists() and held_up_s < 10
+        threading.Timer(0.5, gate.set).start()
+        waited = store.save(20, full_tensors(20), {}, {}) > 0.4
+        store.wait()
+    target = full_tensors()
+    store.load(folder / "step-00000010", target)
+    assert same(target, full_tensors(10))
+    return returned_early, waited, messages
+
+
+def buffers_of_two_saves() -> bool:
+    """Say whether host copies of equal tensors are in the same memory each time."""
+    copies = HostCopies()
+    first = {name: tensor.data_ptr() for name, tensor in copies.copy(full_tensors(1)).items()}
+    second = copies.copy(full_tensors(2))
+    assert same(second, full_tensors(2))
+    return first == {name: tensor.data_ptr() for name, tensor in second.items()}

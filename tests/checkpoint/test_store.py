@@ -1,12 +1,21 @@
-"""Saving and loading on one and several ranks."""
+"""Saving, finding and loading on one and several ranks."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from tests.checkpoint.ranks import load_latest, save_steps
+from shoal.checkpoint.manifest import committed, read_manifest, read_state, verify
+from shoal.checkpoint.tensors import load_weights, model_tensors, share_out
+from shoal.errors import CheckpointError
+from tests.checkpoint import ranks
+from tests.checkpoint.ranks import full_tensors, load_latest, save_steps
 from tests.pool import Pool
 
 
@@ -20,3 +29,142 @@ def test_what_was_saved_is_loaded_on_another_number_of_ranks(
     assert pool.run(load_latest, loaded_on, tmp_path, cut, -1) == [12] * loaded_on
     assert pool.run(load_latest, loaded_on, tmp_path, not cut) == [12] * loaded_on
     assert (tmp_path / "LATEST").read_text() == "12\n"
+    assert read_state(tmp_path / "step-00000012")["step"] == 12
+
+
+def test_a_store_without_checkpoints_has_no_latest(pool: Pool, tmp_path: Path):
+    assert pool.run(load_latest, 2, tmp_path / "none") == [None, None]
+
+
+def test_save_returns_after_the_copy_and_the_next_one_waits_and_says_so(pool: Pool, tmp_path: Path):
+    [(returned_early, waited, messages)] = pool.run(ranks.save_twice_quickly, 1, tmp_path)
+    assert returned_early
+    assert waited
+    assert "checkpoint of step 20 waits for that of step 10" in messages
+
+
+def test_host_copies_use_their_memory_again(pool: Pool):
+    assert pool.run(ranks.buffers_of_two_saves, 1) == [True]
+
+
+def test_ranks_share_the_writing_of_tensors_that_all_of_them_hold():
+    held = {f"model.{index}": (10 + index, False) for index in range(8)} | {"model.cut": (999, True)}
+    first, second = share_out([held, held])
+    assert first & second == {"model.cut"}
+    assert first | second == set(held)
+    assert len(first) == len(second) == 5
+    alone, other = share_out([{"model.stage0": (5, False)}, {"model.stage1": (5, False)}])
+    assert (alone, other) == ({"model.stage0"}, {"model.stage1"})
+
+
+def test_retention_keeps_the_last_ones_and_every_nth(pool: Pool, tmp_path: Path):
+    pool.run(save_steps, 2, tmp_path, [5, 10, 15, 20, 25], False)
+    assert [path.name[-2:] for path in committed(tmp_path)] == ["25", "20"]
+    retention = {"keep_last": 1, "keep_every": 20, "keep_every_weights_only": True}
+    for step in (30, 40, 50):
+        pool.run(_save_with, 2, tmp_path, step, retention)
+    assert [path.name[-2:] for path in committed(tmp_path)] == ["50", "40", "20"]
+    thinned = tmp_path / "step-00000040"
+    assert read_manifest(thinned).weights_only
+    assert {path.name for path in thinned.iterdir() if path.is_dir()} == {"model"}
+    assert verify(thinned) == []
+
+
+def _save_with(folder, step, retention):
+    save_steps(folder, [step], **retention)
+
+
+def test_weights_only_checkpoint_is_not_resumed_from(pool: Pool, tmp_path: Path):
+    retention = {"keep_last": 1, "keep_every": 10, "keep_every_weights_only": True}
+    for step in (10, 20):
+        pool.run(_save_with, 1, tmp_path, step, retention)
+    assert pool.run(ranks.damage_then_latest, 1, tmp_path, ["step-00000020"]) == [[None, None]]
+    assert [path.name for path in committed(tmp_path)] == ["step-00000010"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_damaged_checkpoints_are_set_aside_and_never_chosen_again(pool: Pool, run: Path, world_size: int):
+    folder = run / "checkpoints"
+    found = pool.run(ranks.damage_then_latest, world_size, folder, ["step-00000020"])
+    assert found == [["step-00000010"] * 2] * world_size
+    assert (folder / "LATEST").read_text() == "10\n"
+    assert (folder / "bad-step-00000020").is_dir()
+    pool.run(save_steps, world_size, folder, [20])
+    pool.run(ranks.damage_then_latest, world_size, folder, ["step-00000020"])
+    assert (folder / "bad-step-00000020-2").is_dir()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_old_one(
+    pool: Pool, tmp_path: Path, failing_rank
+):
+    answers = pool.run(ranks.failing_save, 2, tmp_path, failing_rank)
+    for wait, poll in answers:
+        assert f"saving step 20 failed on rank {failing_rank}: the disk is full" in wait
+        assert "free some space" in wait
+        assert poll == wait
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000010", "LATEST"}
+    assert (tmp_path / "LATEST").read_text() == "10\n"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount the small disk that this needs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_really_full_disk_leaves_the_old_checkpoint(pool: Pool, small_disk: Path):
+    for answer in pool.run(ranks.save_on_small_disk, 2, small_disk / "checkpoints"):
+        assert "the disk is full: cannot write" in answer
+    assert {path.name for path in (small_disk / "checkpoints").iterdir()} == {"step-00000010", "LATEST"}
+    assert pool.run(load_latest, 2, small_disk / "checkpoints") == [10, 10]
+
+
+def test_step_that_is_there_and_good_is_kept_and_a_bad_one_replaced(pool: Pool, run: Path):
+    folder = run / "checkpoints"
+    before = (folder / "step-00000020" / "manifest.json").stat().st_mtime_ns
+    pool.run(save_steps, 2, folder, [20])
+    assert (folder / "step-00000020" / "manifest.json").stat().st_mtime_ns == before
+    (folder / "step-00000020" / "state.json").unlink()
+    pool.run(save_steps, 2, folder, [20])
+    assert verify(folder / "step-00000020") == []
+    assert (folder / "bad-step-00000020").is_dir()
+
+
+def test_tensors_that_do_not_fit_are_named_on_all_ranks(pool: Pool, run: Path):
+    for answer in pool.run(ranks.load_misfit, 2, run / "checkpoints"):
+        assert "model.new is not in the checkpoint" in answer
+        assert "model.embed.weight is in the checkpoint only" in answer
+        assert "model.up.weight is [7, 3] in the checkpoint, [7, 4] wanted" in answer
+
+
+class Tiny(nn.Module):
+    """The model whose tensors tests/checkpoint/ranks.py makes, with a tied copy of one."""
+
+    def __init__(self, rows: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, 4)
+        self.up = nn.Linear(3, 7, bias=False)
+        self.head = nn.Linear(4, rows, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_one_process_reads_the_weights_of_many_without_a_process_group(run: Path):
+    model = Tiny()
+    assert set(model_tensors(model)) == {"model.embed.weight", "model.up.weight"}
+    assert load_weights(run, model).name == "step-00000020"
+    assert torch.equal(model.head.weight, full_tensors(20)["model.embed.weight"])
+    assert torch.equal(model.up.weight, full_tensors(20)["model.up.weight"])
+
+
+def test_weights_for_another_model_are_refused_by_name(run: Path):
+    with pytest.raises(
+        CheckpointError, match=r"embed.weight is \[10, 4\] in the checkpoint, \[11, 4\] wanted"
+    ):
+        load_weights(run, Tiny(rows=11))

@@ -36,13 +36,14 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.tensors import (
     HostCopies,
     Tensors,
+    folders_of,
     mismatches,
-    read_tensors,
+    read_folder,
     refuse_mismatches,
     saved_shapes,
     share_out,
     sizes_of,
-    write_tensors,
+    write_folder,
 )
 from shoal.errors import CheckpointError, ShoalError
 from shoal.runtime.failure import is_peer_loss
@@ -139,7 +140,9 @@ class CheckpointStore:
             wanted |= part
         folders = sorted({name.partition(".")[0] for name in wanted})
         self._agree("loading", _refuse_misfit, path, folders, wanted)
-        self._agree("loading", read_tensors, path, folders, tensors, self._group)
+        groups = folders_of(tensors)
+        for folder in folders:
+            self._agree("loading", read_folder, path / folder, groups.get(folder, {}), self._group)
 
     def _newest(self) -> Path | None:
         for path in committed(self._folder):
@@ -171,11 +174,14 @@ class CheckpointStore:
         started = time.perf_counter()
         what = f"saving step {step}"
         self._on_zero(what, commit.write_files, hidden, files)
-        self._agree(what, write_tensors, hidden, tensors, sizes, self._group)
+        groups = folders_of(tensors)
+        for folder, folder_sizes in folders_of(sizes).items():
+            part = groups.get(folder, {})
+            self._agree(what, write_folder, hidden / folder, part, folder_sizes, self._group)
         own = [str(path.relative_to(hidden)) for path in _shards(hidden, self._rank)]
         own += sorted(files) if self._rank == 0 else []
         parts = self._agree(what, lambda: {name: file_entry(hidden / name) for name in own})
-        entries = {name: entry for part in parts for name, entry in part.items()}
+        entries = {name: entry for some in parts for name, entry in some.items()}
         manifest = Manifest(step, entries, self._world_size)
         path = self._on_zero(what, commit.commit, hidden, manifest)
         found = self._agree(what, lambda: [p for name in own for p in check_file(path, name, entries[name])])

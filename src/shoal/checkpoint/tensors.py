@@ -92,20 +92,16 @@ def folders_of(named: dict[str, T]) -> dict[str, dict[str, T]]:
     return groups
 
 
-def write_tensors(path: Path, tensors: Tensors, sizes: dict[str, int], group: dist.ProcessGroup) -> None:
-    """Write each rank's part into `path`, fsynced. Collective over `group`.
+def write_folder(path: Path, tensors: Tensors, sizes: dict[str, int], group: dist.ProcessGroup) -> None:
+    """Write each rank's part of one sub-folder's tensors, fsynced. Collective over `group`.
 
-    `sizes` names the tensors of all ranks, with their bytes; it is the same on every rank.
+    `sizes` names the tensors of all ranks, with their bytes; it is the same on every rank. Raises only on the
+    ranks where something failed: the caller agrees.
     """
-    groups = folders_of(tensors)
-    for folder, folder_sizes in folders_of(sizes).items():
-        writer = HuggingFaceStorageWriter(
-            str(path / folder),
-            fqn_to_index_mapping=_file_numbers(folder_sizes, FILE_BYTES * dist.get_world_size(group)),
-            save_distributed=True,
-        )
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        _dcp(dcp.save, groups.get(folder, {}), storage_writer=writer, planner=planner, process_group=group)
+    numbers = _file_numbers(sizes, FILE_BYTES * dist.get_world_size(group))
+    writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=numbers, save_distributed=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    _dcp(dcp.save, tensors, group, storage_writer=writer, planner=planner)
 
 
 def _file_numbers(sizes: dict[str, int], limit_bytes: int) -> dict[str, int]:
@@ -119,36 +115,31 @@ def _file_numbers(sizes: dict[str, int], limit_bytes: int) -> dict[str, int]:
     return numbers
 
 
-def read_tensors(
-    path: Path, folder_names: Iterable[str], tensors: Tensors, group: dist.ProcessGroup | None
-) -> None:
-    """Fill `tensors` in place with a rank's parts of a checkpoint's tensors, cut anew.
+def read_folder(path: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
+    """Fill `tensors` in place with a rank's parts of one sub-folder's tensors, cut anew.
 
     Collective over `group`; None reads without a process group. Names and shapes must fit (`mismatches`).
+    Raises only on the ranks where something failed: the caller agrees.
     """
-    groups = folders_of(tensors)
-    for name in folder_names:
-        _dcp(
-            dcp.load,
-            groups.get(name, {}),
-            storage_reader=HuggingFaceStorageReader(str(path / name)),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    _dcp(dcp.load, tensors, group, storage_reader=HuggingFaceStorageReader(str(path)), planner=planner)
 
 
-def _dcp(action: Callable[..., Any], tensors: Tensors, **options: Any) -> None:
-    """Run a DCP call; raise the first rank's own error in place of DCP's BaseException."""
+def _dcp(
+    action: Callable[..., Any], tensors: Tensors, group: dist.ProcessGroup | None, **options: Any
+) -> None:
+    """Run a DCP call; raise this rank's own error in place of DCP's BaseException about any rank's."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action(tensors, **options)
+            action(tensors, process_group=group, no_dist=group is None, **options)
     except CheckpointException as error:
-        cause = error.failures[min(error.failures)][0]
-        if isinstance(cause, Exception):
-            raise cause from None
-        raise CheckpointError(f"tensors could not be read or written: {cause!r}") from error
+        rank = 0 if group is None else dist.get_rank(group)
+        if rank in error.failures:
+            cause = error.failures[rank][0]
+            raise (
+                cause if isinstance(cause, Exception) else CheckpointError(f"stopped by {cause!r}")
+            ) from error
 
 
 def saved_shapes(path: Path, folder_names: Iterable[str]) -> dict[str, torch.Size]:
@@ -205,5 +196,5 @@ def load_weights(path: Path, model: nn.Module) -> Path:
     tensors = model_tensors(model)
     wanted = {name: tensor.shape for name, tensor in tensors.items()}
     refuse_mismatches(checkpoint, mismatches(saved_shapes(checkpoint, [WEIGHTS]), wanted))
-    read_tensors(checkpoint, [WEIGHTS], tensors, group=None)
+    read_folder(checkpoint / WEIGHTS, folders_of(tensors)[WEIGHTS], group=None)
     return checkpoint

@@ -1,0 +1,45 @@
+"""Ways in which a disk, a person or a stranger changes a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shoal.checkpoint.manifest import MANIFEST, Manifest, file_entry, read_manifest
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """Return all files of a checkpoint, the manifest too."""
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip_bit(path: Path, position: int) -> None:
+    """Turn one bit of a file around."""
+    content = bytearray(path.read_bytes())
+    content[position // 8 % len(content)] ^= 1 << position % 8
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    """Drop a file's second half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def forge_manifest(checkpoint: Path, **changes) -> None:
+    """Write a manifest whose digests fit whatever files are there, as a stranger would."""
+    names = [str(path.relative_to(checkpoint)) for path in files_of(checkpoint) if path.name != MANIFEST]
+    files = {name: file_entry(checkpoint / name) for name in names}
+    step = int(checkpoint.name.removeprefix("step-"))
+    manifest = Manifest(**{"step": step, "files": files, **changes})
+    (checkpoint / MANIFEST).write_text(manifest.to_json())
+
+
+def edit_manifest(checkpoint: Path, **changes) -> None:
+    """Change entries of the manifest and leave its digest as it was."""
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, **changes}))
+
+
+def entries(checkpoint: Path) -> dict:
+    """Return the manifest's list of files."""
+    return read_manifest(checkpoint).files
