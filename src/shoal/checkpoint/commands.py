@@ -30,7 +30,10 @@ def list_checkpoints(path: Path, json_file: Path | None = None) -> int:
     folder, checkpoints = _find(path)
     rows = [_row(checkpoint) for checkpoint in checkpoints]
     set_aside = sorted(p.name for p in folder.glob("bad-step-*") if _SET_ASIDE.fullmatch(p.name))
-    table = Table("checkpoint", "size", "saved (UTC)", "loss", "holds", "state")
+    table = Table(box=None)
+    for heading in ("checkpoint", "size", "saved (UTC)", "loss", "holds"):
+        table.add_column(heading, no_wrap=True, justify="right" if heading in ("size", "loss") else "left")
+    table.add_column("state", overflow="fold")
     for row in rows:
         size = "" if row["size_bytes"] is None else f"{row['size_bytes'] / 1e6:,.1f} MB"
         loss = f"{row['loss']:.4f}" if isinstance(row["loss"], int | float) else ""

@@ -17,7 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import CheckpointError, InputError, ShoalError
-from shoal.runtime.files import hash_file, read_json
+from shoal.runtime.files import MAX_JSON_BYTES, hash_file, read_json
 
 FORMAT = "shoal-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -126,6 +126,17 @@ def _check_types(checkpoint: Path, manifest: Manifest) -> None:
     bad = bad or not isinstance(manifest.world_size, int) or not isinstance(manifest.created, str)
     if bad:
         raise CheckpointError(f"{checkpoint / MANIFEST} lists files in a way that Shoal never writes")
+
+
+def read_text(checkpoint: Path, name: str) -> str:
+    """Return a small text file of a checkpoint, such as config.toml."""
+    path = checkpoint / name
+    if not _is_plain(path) or path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is missing, too large or not an ordinary file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not text: {error}") from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
