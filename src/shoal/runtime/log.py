@@ -43,9 +43,13 @@ def to_screen() -> None:
 
 
 def to_rank_file(run_dir: Path, rank: int, attempt: int) -> None:
-    """Log to ranks/rank-N/log; for ranks other than 0 send stdout and stderr there as well."""
+    """Log to ranks/rank-N/log and leave the process id beside it.
+
+    Ranks other than 0 send stdout and stderr to the log as well.
+    """
     folder = rank_folder(run_dir, rank)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pid").write_text(str(os.getpid()))
     file = (folder / "log").open("a", buffering=1, encoding="utf-8")
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -22,6 +22,9 @@ from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 
 
+_SHORT = ("data", "fwd", "bwd", "comm", "opt")  # PHASES on the console
+
+
 class Metrics:
     """Records steps on rank 0; the other ranks only take part in sums."""
 
@@ -102,7 +105,10 @@ class Metrics:
             (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul rate")
         )
         memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
-        split = " ".join(f"{name} {line[f'{name}_ms'] / line['step_ms']:.0%}" for name in PHASES)
+        split = " ".join(
+            f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
+            for name, short in zip(PHASES, _SHORT, strict=True)
+        )
         return (
             f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | lr {line['lr']:.2e} | "
             f"loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | {line['tokens_per_s']:,.0f} tokens/s | "

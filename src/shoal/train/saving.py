@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import read_state, resolve_checkpoint
+from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint
 from shoal.checkpoint.tensors import model_tensors
 from shoal.config.load import to_toml
 from shoal.errors import ConfigError, DataError
@@ -111,7 +111,7 @@ def _load_init(job: Job, checkpoint: Path) -> None:
 
 
 def _stored_config(checkpoint: Path) -> str:
-    return (checkpoint / "config.toml").read_text(encoding="utf-8")
+    return read_text(checkpoint, "config.toml")
 
 
 def _fingerprints(job: Job) -> list[dict[str, str]]:

@@ -60,7 +60,11 @@ def _leave_at_once(error: BaseException, *, quiet: bool) -> None:
     Our launcher tells the first cause itself, so rank 0, which shares its screen, stays quiet.
     """
     if not quiet:
-        text = f"error: {error}\n" if isinstance(error, ShoalError) else "".join(traceback.format_exception(error))
+        text = (
+            f"error: {error}\n"
+            if isinstance(error, ShoalError)
+            else "".join(traceback.format_exception(error))
+        )
         sys.stderr.write(text)
     sys.stdout.flush()
     sys.stderr.flush()
