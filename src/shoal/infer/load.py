@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.manifest import read_state, resolve_checkpoint
+from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint
 from shoal.checkpoint.tensors import load_weights
 from shoal.config.load import config_from_toml
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +33,7 @@ def load_text_model(path: Path, device: torch.device) -> TextModel:
     """
     checkpoint = resolve_checkpoint(path)
     state = read_state(checkpoint)
-    config = config_from_toml((checkpoint / "config.toml").read_text(), str(checkpoint / "config.toml"))
+    config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
     tokenizer = load_tokenizer(checkpoint)
     shape = resolve_shape(config.model, state["vocab_size"])
     if tokenizer.vocab_size > shape.vocab_size:
