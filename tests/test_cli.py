@@ -77,6 +77,15 @@ def test_unknown_option_is_exit_status_2_and_names_the_nearest():
     assert "--json" in done.stderr
 
 
+def test_value_of_the_wrong_kind_is_a_sentence_with_the_option_and_the_value():
+    done = shoal("train", "tiny", "--train.steps", "0", "--train.seq_len", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: --train.steps 0: input should be greater than 0; --train.seq_len x: "
+    )
+    assert "pydantic" not in done.stderr
+
+
 def test_users_error_is_a_sentence_without_a_traceback(tmp_path):
     done = shoal("doctor", "--json", str(tmp_path))  # a folder, not a file
     assert done.returncode != 0

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
-from shoal.errors import EXIT_DONE, EXIT_STOPPED, ShoalError
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_STOPPED, ShoalError
 
 app = App(
     name="shoal",
@@ -246,7 +246,10 @@ def quickstart(*, output: Path = Path("quickstart")) -> None:
 def main() -> None:
     """Run one command; an error becomes a sentence on stderr and an exit status."""
     try:
-        status = app(result_action="return_value")
+        status = app(result_action="return_value", print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        print(_usage_error(error), file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -257,3 +260,16 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(EXIT_DONE)
     sys.exit(status if isinstance(status, int) else EXIT_DONE)
+
+
+def _usage_error(error: CycloptsError) -> str:
+    """Word a mistake on the command line like every other error."""
+    text = str(error)
+    if error.__cause__ is not None and hasattr(
+        error.__cause__, "errors"
+    ):  # pydantic's, which is not imported here
+        problems = error.__cause__.errors()
+        text = "; ".join(
+            f"--{'.'.join(map(str, p['loc']))} {p['input']}: {p['msg'].lower()}" for p in problems
+        )
+    return f"error: {text}\n  hint: see {' '.join(['shoal', *(error.command_chain or ())])} --help"
