@@ -265,10 +265,8 @@ def main() -> None:
 def _usage_error(error: CycloptsError) -> str:
     """Word a mistake on the command line like every other error."""
     text = str(error)
-    if error.__cause__ is not None and hasattr(
-        error.__cause__, "errors"
-    ):  # pydantic's, which is not imported here
-        problems = error.__cause__.errors()
+    problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which is not imported here
+    if problems:
         text = "; ".join(
             f"--{'.'.join(map(str, p['loc']))} {p['input']}: {p['msg'].lower()}" for p in problems
         )
