@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -265,7 +265,7 @@ def main() -> None:
 def _usage_error(error: CycloptsError) -> str:
     """Word a mistake on the command line like every other error."""
     text = str(error)
-    problems = getattr(error.__cause__, "errors", list)()  # pydantic's, which is not imported here
+    problems: list[Any] = getattr(error.__cause__, "errors", list)()  # pydantic's, which is not imported here
     if problems:
         text = "; ".join(
             f"--{'.'.join(map(str, p['loc']))} {p['input']}: {p['msg'].lower()}" for p in problems
