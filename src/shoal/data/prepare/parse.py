@@ -20,7 +20,7 @@ import pyarrow as pa
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import ConfigError, DataError
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 19
 BATCH_ROWS = 4096
 _BLOCK = 1 << 18
 _PIECE = 4 << 20  # of a document that spans more than one row
@@ -66,7 +66,7 @@ class Row:
 def parse_range(
     work: WorkRange, sources: Mapping[int, SourceFile], form: Format, lines: dict[int, int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range, about 1 MB a batch; `lines` receives the number of lines of each segment."""
+    """Yield the rows of a range, about 0.5 MB a batch; `lines` receives the number of lines of each segment."""
     lines = {} if lines is None else lines
     batch: list[tuple[int, Row]] = []
     size = documents = 0

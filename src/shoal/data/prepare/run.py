@@ -120,7 +120,7 @@ def _locked(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """Raise StoppedError on SIGINT and SIGTERM; a second signal ends the process at once."""
+    """Turn SIGINT and SIGTERM into StoppedError; a second signal ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,14 +128,15 @@ def _stop_on_signals() -> Iterator[None]:
     def stop(number: int, _frame: Any) -> None:
         for each in before:
             signal.signal(each, signal.SIG_DFL)
-        raise StoppedError(
-            f"stopped by {signal.Signals(number).name}; what is done is kept",
-            hint="run the same command again to continue",
-        )
+        raise KeyboardInterrupt(signal.Signals(number).name)  # no Exception: nobody on the way may swallow it
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except KeyboardInterrupt as stopped:
+        raise StoppedError(
+            f"stopped by {stopped}; what is done is kept", hint="run the same command again to continue"
+        ) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -23,7 +23,7 @@ from shoal.data.tokenizer import (
 )
 from shoal.errors import DataError, InputError
 
-SAMPLE_BYTES = 64 << 20  # of text: enough for 32,000 merges, and it bounds time and memory
+SAMPLE_BYTES = 32 << 20  # of text: enough for 32,000 merges, and it bounds time and memory
 SAMPLE_RANGE = 1 << 20
 FIT_BYTES = 1 << 18
 MAX_LOST_SHARE = 0.05
