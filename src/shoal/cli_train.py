@@ -18,7 +18,7 @@ def train(
     /,
     *,
     data: tuple[Path, ...] = (),
-    run: Path | None = None,
+    run_dir: Path | None = None,
     nproc: int = 1,
     max_restarts: int | None = None,
     init: Path | None = None,
@@ -32,7 +32,7 @@ def train(
     The same command serves one process and many: start it alone, with --nproc, under torchrun or in a Slurm job.
     Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.
 
-    Example: shoal train tiny --data datasets/my-text --run runs/first --nproc 2 --train.steps 500
+    Example: shoal train tiny --data datasets/my-text --run-dir runs/first --nproc 2 --train.steps 500
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def train(
         A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
     data
         Dataset folders made by `shoal prepare`; several are mixed, by data.weights or in proportion to their size.
-    run
+    run_dir
         Folder of the run: settings, metrics, checkpoints. Default: runs/CONFIG-DATASET.
     nproc
         Worker processes on this machine, each with its own device or share of the cores.
@@ -63,9 +63,9 @@ def train(
 
     overrides = _given(settings, data, max_time, stop_after)
     resolved = load_config(config, overrides)
-    run_dir = run or Path("runs") / "-".join(
-        [Path(config).stem, *(Path(d).name for d in resolved.data.datasets)]
-    )
+    if run_dir is None:
+        names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
+        run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer)
     if read_seat() is not None:  # a worker: of our launcher, torchrun or srun
         from shoal.train.worker import run as run_worker

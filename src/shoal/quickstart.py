@@ -120,7 +120,7 @@ def bits_per_byte(text_model: TextModel, data: Path) -> BitsPerByte:
 
 
 def _train(data: Path, run: Path) -> None:
-    arguments = ("train", _PRESET, "--data", str(data), "--run", str(run), "--nproc", "2")
+    arguments = ("train", _PRESET, "--data", str(data), "--run-dir", str(run), "--nproc", "2")
     _shoal(*arguments, "--train.steps", str(_STEPS))
 
 

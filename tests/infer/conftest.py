@@ -25,7 +25,7 @@ def trained_run(tmp_path_factory) -> Path:
         "tiny",
         "--data",
         data,
-        "--run",
+        "--run-dir",
         folder / "run",
         *settings,
     ]

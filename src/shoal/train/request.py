@@ -68,6 +68,6 @@ def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tupl
         named = "; ".join(f"{name} was {old}, now {new}" for name, new, old in refused)
         raise ConfigError(
             f"{checkpoint} belongs to another run: {named}",
-            hint=f"start a new run from its weights with --run NEW --init {checkpoint}, or restore the setting",
+            hint=f"start a new run from its weights with --run-dir NEW --init {checkpoint}, or restore the setting",
         )
     return [change for change in changes if change[0] != "data.datasets"]

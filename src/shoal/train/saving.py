@@ -37,7 +37,7 @@ def resume(job: Job) -> int:
     if step > job.config.train.steps:
         raise ConfigError(
             f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
-            hint=f"use --train.steps {step} or more, or another --run",
+            hint=f"use --train.steps {step} or more, or another --run-dir",
         )
     job.checkpoints.load(checkpoint, _tensors(job))
     job.guard.load(state["guard"])
@@ -124,5 +124,5 @@ def _refuse_other_data(job: Job, state: dict[str, Any], checkpoint: Path) -> Non
     if was != now:
         raise DataError(
             f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, {', '.join(now)} now",
-            hint=f"restore the dataset, or start a new run with --run NEW --init {checkpoint}",
+            hint=f"restore the dataset, or start a new run with --run-dir NEW --init {checkpoint}",
         )

@@ -1,0 +1,360 @@
+"""`shoal train` as users meet it: real processes, signals, kills, exit statuses and sentences."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.infer.load import load_text_model
+from tests.tiny_dataset import random_dataset
+
+SMALL = [
+    *("--model.n_layers", "2", "--model.d_model", "32", "--model.n_heads", "2", "--model.max_seq_len", "16"),
+    *("--train.global_batch_size", "8", "--train.micro_batch_size", "4", "--train.seq_len", "16"),
+    *("--precision.dtype", "fp32", "--eval.every", "0", "--eval.sequences", "4", "--runtime.threads", "1"),
+    *("--schedule.warmup_steps", "0", "--train.log_every", "5"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def command(data, run, *arguments):
+    """Return the command line; `arguments` replace options of SMALL of the same name."""
+    options = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
+    options.update(zip(arguments[::2], arguments[1::2], strict=True))
+    flat = [word for option in options.items() for word in option]
+    return [sys.executable, "-m", "shoal", "train", "tiny", "--data", str(data), "--run-dir", str(run), *flat]
+
+
+def shoal(data, run, *arguments, env=None, timeout=90):
+    """Run to the end; return (exit status, everything on the screen)."""
+    done = subprocess.run(
+        command(data, run, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **(env or {})},
+    )
+    return done.returncode, done.stdout
+
+
+class Running:
+    """A command in the background."""
+
+    def __init__(self, data, run, *arguments):
+        self.run = run
+        self.process = subprocess.Popen(
+            command(data, run, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_for_step(self, step, timeout=60):
+        until = time.monotonic() + timeout
+        while self.step() < step:
+            assert time.monotonic() < until, f"no step {step} in time"
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.02)
+
+    def step(self):
+        metrics = self.run / "metrics.jsonl"
+        found = re.findall(r'"step": (\d+), "tokens"', metrics.read_text()) if metrics.exists() else []
+        return int(found[-1]) if found else 0
+
+    def pid(self, rank):
+        return int((self.run / f"ranks/rank-{rank}/pid").read_text())
+
+    def end(self, timeout=60):
+        screen, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, screen
+
+
+def weights(run):
+    return {
+        n: p.detach().numpy() for n, p in load_text_model(run, torch.device("cpu")).model.named_parameters()
+    }
+
+
+def same_weights(left, right):
+    left, right = weights(left), weights(right)
+    assert left.keys() == right.keys()
+    return all(np.array_equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """An undisturbed run of 200 steps on 2 processes."""
+    run = tmp_path_factory.mktemp("whole")
+    status, screen = shoal(data, run, "--nproc", "2", "--train.steps", "200", "--checkpoint.every", "20")
+    assert status == 0, screen
+    return run, screen
+
+
+def test_the_first_page_and_the_lines_tell_what_happens(whole):
+    _, screen = whole
+    for words in (
+        "dp2: 2 process(es), 1 micro-step(s) of 4 sequence(s) each",
+        "1 per worker (runtime.threads)",
+        "257, padded to 384; end of document 256",
+        "8 sequences = 128 tokens",
+        "settings that differ from their defaults: model.n_layers = 2",
+        "epoch 2 begins in step",
+        "step 200: test loss",
+    ):
+        assert words in screen
+    assert re.search(
+        r"step +20/200 \| \d+ ms \| lr [\d.e-]+ \| loss [\d.]+ \| norm [\d.]+ \| [\d,]+ tokens/s \| MFU \d+% of matmul "
+        r"\| memory [\d.]+/[\d.]+/[\d.]+ GB \| \d+:\d\d left \| data \d+% fwd \d+% bwd \d+% comm \d+% opt \d+%",
+        screen,
+    )
+
+
+def test_a_run_leaves_its_settings_its_curve_and_every_step(whole):
+    run, _ = whole
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "[train]" in (run / "config.toml").read_text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 201))
+    assert len(repr(lines[0]["loss"])) > 10
+    assert sum("test_loss" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_a_restart_and_changes_nothing(data, tmp_path, whole, rank):
+    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "200", "--checkpoint.every", "20")
+    running.wait_for_step(50)
+    os.kill(running.pid(rank), signal.SIGKILL)
+    status, screen = running.end()
+    assert status == 0, screen
+    assert f"rank {rank} was killed by signal 9 (SIGKILL)" in screen
+    assert "(restart 1 of 3)" in screen
+    assert "restart 2" not in screen
+    assert same_weights(tmp_path, whole[0])
+
+
+def test_a_rank_killed_too_often_ends_the_job_and_is_named_last(data, tmp_path):
+    running = Running(
+        data,
+        tmp_path,
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+        "--train.steps",
+        "100000",
+        "--checkpoint.every",
+        "20",
+    )
+    for step in (5, 30):
+        running.wait_for_step(step)
+        dying, survivor = running.pid(1), running.pid(0)
+        os.kill(dying, signal.SIGKILL)
+        killed = time.monotonic()
+        while alive(survivor):
+            assert time.monotonic() - killed < 5, "the survivor is still there"
+            time.sleep(0.05)
+        if step == 5:
+            while running.pid(1) == dying or running.step() >= 30:
+                time.sleep(0.05)
+    status, screen = running.end()
+    assert status == 1
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in "".join(screen.splitlines()[-2:])
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return b"Z" not in open(f"/proc/{pid}/stat", "rb").read().split(b")")[-1][:3]
+
+
+@pytest.mark.parametrize(("nproc", "number"), [("1", signal.SIGINT), ("2", signal.SIGTERM)])
+def test_a_signal_saves_and_the_same_command_goes_on(data, tmp_path, nproc, number):
+    arguments = ("--nproc", nproc, "--train.steps", "100000", "--checkpoint.every", "0")
+    running = Running(data, tmp_path, *arguments)
+    running.wait_for_step(10)
+    running.process.send_signal(number)
+    status, screen = running.end()
+    assert status == 75, screen
+    stopped = int(re.search(r"stopped after step (\d+) by SIG\w+; all is saved", screen)[1])
+    assert stopped >= 10
+    status, screen = shoal(data, tmp_path, *arguments, "--stop-after", str(stopped + 3))
+    assert status == 75
+    assert f"resumed from step-{stopped:08}" in screen
+    assert f"stopped after step {stopped + 3} by --stop-after" in screen
+
+
+def test_a_second_signal_stops_at_once(data, tmp_path):
+    running = Running(data, tmp_path, "--train.steps", "100000", "--train.global_batch_size", "4000")
+    running.wait_for_step(1)
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    running.process.send_signal(signal.SIGINT)
+    status, _ = running.end(timeout=10)
+    assert status in (75, 130)
+
+
+def test_the_time_limit_saves_and_exits_75(data, tmp_path):
+    status, screen = shoal(data, tmp_path, "--train.steps", "1000000", "--max-time", "1")
+    assert status == 75
+    assert "by the time limit of 1 s; all is saved" in screen
+
+
+def test_a_stop_inside_validation_is_honoured_and_the_validation_made_up_for(data, tmp_path):
+    arguments = (
+        "--eval.every",
+        "5",
+        "--eval.batch_size",
+        "1",
+        "--eval.sequences",
+        "180",
+        "--train.steps",
+        "5",
+    )
+    running = Running(data, tmp_path, *arguments)
+    running.wait_for_step(5)
+    running.process.send_signal(signal.SIGTERM)
+    status, screen = running.end()
+    assert status == 75, screen
+    assert "validation loss" not in screen
+    status, screen = shoal(data, tmp_path, *arguments)
+    assert status == 0
+    assert "step 5: validation loss" in screen
+
+
+def test_the_failing_ranks_own_traceback_comes_last(data, tmp_path):
+    """Rank 1 cannot write its log: an error of its own, which rank 0 only hears of as a lost connection."""
+    launcher = (
+        "import sys, os\n"
+        "from shoal.data.loader import Loader\n"
+        "read = Loader.batch\n"
+        "def batch(self, step):\n"
+        "    if step == 7 and os.environ.get('RANK') == '1': raise ValueError('rank one is unwell')\n"
+        "    return read(self, step)\n"
+        "Loader.batch = batch\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(launcher)
+    env = {"PYTHONPATH": str(tmp_path)}
+    status, screen = shoal(data, tmp_path / "run", "--nproc", "2", "--max-restarts", "0", env=env)
+    assert status == 1
+    tail = screen.splitlines()
+    assert tail[-1] == "rank 1: ValueError: rank one is unwell"
+    assert any("raise ValueError('rank one is unwell')" in line or "in batch" in line for line in tail[-8:])
+    assert "onnection" not in screen.splitlines()[-1]
+
+
+def test_workers_leave_when_their_launcher_is_killed(data, tmp_path):
+    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000")
+    running.wait_for_step(5)
+    workers = [running.pid(0), running.pid(1)]
+    running.process.kill()
+    running.process.wait()
+    until = time.monotonic() + 5
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < until, "orphans are still there"
+        time.sleep(0.1)
+
+
+def test_torchrun_starts_the_same_command(data, tmp_path):
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "shoal",
+    ]
+    arguments = command(data, tmp_path, "--train.steps", "6")[3:]
+    done = subprocess.run(torchrun + arguments, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "dp2: 2 process(es)" in done.stdout
+
+
+def test_slurm_variables_start_a_rank_each(data, tmp_path):
+    ranks = []
+    for rank in range(2):
+        slurm = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank)}
+        slurm |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731"}
+        ranks.append(
+            subprocess.Popen(
+                command(data, tmp_path, "--train.steps", "6"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **slurm},
+            )
+        )
+    screens = [process.communicate(timeout=90)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], screens
+    assert "dp2: 2 process(es)" in screens[0]
+
+
+def test_a_port_in_use_is_said(data, tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        status, screen = shoal(data, tmp_path, env=env)
+    assert status == 2
+    assert f"error: port {port} on 127.0.0.1 is in use by another program" in screen
+    assert "hint: choose another MASTER_PORT" in screen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "nowhere"], "there is no dataset folder"),
+        (["--model.n_heads", "5"], "model.d_model = 32 is not divisible by model.n_heads = 5"),
+        (["--train.seq_len", "17"], "train.seq_len = 17 is longer than model.max_seq_len = 16 positions"),
+        (
+            ["--train.global_batch_size", "9"],
+            "train.micro_batch_size = 4 does not divide a rank's share of 9",
+        ),
+        (["--nproc", "3"], "train.global_batch_size = 8 does not divide among 3 ranks"),
+        (["--init", "nowhere"], "--init nowhere does not exist"),
+        (["--runtime.device", "cuda"], "torch sees no CUDA device here"),
+        (["--model.n_layrs", "5"], "Did you mean --model.n-layers?"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_status_2(data, tmp_path, arguments, words):
+    if arguments[0] == "--runtime.device" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    if arguments[0] == "--data":
+        data, arguments = arguments[1], []
+    done = subprocess.run(command(data, tmp_path, *arguments), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_said(data, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    status, screen = shoal(data, blocked / "run")
+    assert status in (1, 2)
+    assert f"cannot write {blocked / 'run'}" in screen
+
+
+def test_more_workers_than_cores_are_warned_about(data, tmp_path):
+    cores = os.cpu_count()
+    if cores > 4:
+        pytest.skip("this would start many processes")
+    nproc, micro = (
+        (4, ("--train.micro_batch_size", "2")) if cores < 4 else (8, ("--train.micro_batch_size", "1"))
+    )
+    status, screen = shoal(data, tmp_path, "--nproc", str(nproc), "--train.steps", "2", *micro)
+    assert status == 0, screen
+    assert f"warning: --nproc {nproc} is above the {cores} cores" in screen
