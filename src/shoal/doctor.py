@@ -143,7 +143,7 @@ def check_disk(folder: Path, free: int | None = None, probe_bytes: int = PROBE_B
     try:
         rate = _write_rate(folder, probe_bytes)
     except OSError as error:
-        advice = "work in a folder you own, or name one with --output and --run"
+        advice = "work in a folder you own, or name one with --output and --run-dir"
         return Finding("disk", "problem", f"{folder} cannot be written: {error.strerror}", advice)
     fact = f"{_gb(free)} free in {folder}, write + fsync {rate / 1e6:.0f} MB/s"
     if free < DISK_WANTED_BYTES:
