@@ -102,7 +102,7 @@ class Metrics:
         steps = self._config.train.steps
         left_s = (steps - line["step"]) * line["step_ms"] / 1e3
         mfu, basis = (
-            (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul rate")
+            (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul")
         )
         memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
         split = " ".join(
