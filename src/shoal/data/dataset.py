@@ -66,6 +66,8 @@ def open_dataset(path: Path) -> Dataset:
     path = Path(path)
     manifest = _read_manifest(path)
     try:
+        if not isinstance(manifest["splits"], dict) or not manifest["splits"].keys() & set(SPLITS):
+            raise ValueError("splits")
         splits = {name: _open_split(path, name, manifest) for name in SPLITS if name in manifest["splits"]}
         tokenizer = _tokenizer_path(path, manifest["tokenizer"]["file"])
         vocab_size, eod_id = int(manifest["vocab_size"]), int(manifest["eod_id"])

@@ -136,7 +136,7 @@ def _downloaded_gpt2() -> str:
             f"GPT-2's vocabulary is not in tiktoken's cache and cannot be downloaded: {type(error).__name__}",
             hint="name a folder with its vocab.json and merges.txt: --tokenizer FOLDER",
         ) from error
-    vocab = {to_chars(token): rank for token, rank in ranks.items()}
+    vocab = {to_chars(token): rank for token, rank in ranks.items()} | {EOD_NAMES[0]: len(ranks)}
     merges = [(to_chars(left), to_chars(right)) for left, right in merges_of(ranks)]
     return byte_level_json(vocab, merges, EOD_NAMES[0])
 
