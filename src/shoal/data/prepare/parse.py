@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 
 BATCH_BYTES = 1 << 19
 BATCH_ROWS = 4096
 _BLOCK = 1 << 18
 _PIECE = 4 << 20  # of a document that spans more than one row
+_NAME_THE_KEY = "name the key or column that holds the text with --text-key"
 _BOM = b"\xef\xbb\xbf"
 
 # A row is a document, a piece of one (`starts`, `ends` tell which), or a refusal (`reason`, no `text`).
@@ -66,7 +67,7 @@ class Row:
 def parse_range(
     work: WorkRange, sources: Mapping[int, SourceFile], form: Format, lines: dict[int, int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range, about 0.5 MB a batch; `lines` receives the number of lines of each segment."""
+    """Yield the rows of a range, about 0.5 MB a batch; `lines` receives each segment's number of lines."""
     lines = {} if lines is None else lines
     batch: list[tuple[int, Row]] = []
     size = documents = 0
@@ -237,38 +238,14 @@ def _open(source: SourceFile) -> BinaryIO:
     if source.kind.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(source.path), _BLOCK)
     if source.kind.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ConfigError(f"{source.path} needs zstandard", hint="pip install 'shoal[data]'") from error
-        return io.BufferedReader(_ZstdErrors(zstandard.open(source.path, "rb")), _BLOCK)
+        return io.BufferedReader(pa.input_stream(source.path, compression="zstd"), _BLOCK)
     return open(source.path, "rb")
-
-
-class _ZstdErrors(io.RawIOBase):
-    """A zstandard stream whose errors are OSErrors, as gzip's are."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        import zstandard
-
-        try:
-            data = self._stream.read(len(buffer))
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        buffer[: len(data)] = data
-        return len(data)
 
 
 def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:
     """Return (text, None) or (None, why not) of one JSON line."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())  # given bytes, it would guess at UTF-16 and UTF-32
     except UnicodeDecodeError as error:
         return None, _not_utf8(line, line[error.start], offset + error.start)
     except (ValueError, RecursionError) as error:
@@ -310,7 +287,7 @@ def _csv_rows(source: SourceFile, form: Format) -> Iterator[Row]:
 def csv_column(header: list[str], source: SourceFile, key: str) -> int:
     """Return the place of the text column; DataError with the columns seen where it is missing."""
     if key not in header:
-        raise DataError(f"{source.path}: {no_key(key, header)}", hint="name the text column with --text-key")
+        raise DataError(f"{source.path}: {no_key(key, header)}", hint=_NAME_THE_KEY)
     return header.index(key)
 
 
@@ -320,6 +297,10 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
 
     try:
         file = pq.ParquetFile(source.path)
+        if form.text_key not in file.schema_arrow.names:
+            raise DataError(
+                f"{source.path}: {no_key(form.text_key, file.schema_arrow.names)}", hint=_NAME_THE_KEY
+            )
         first = sum(file.metadata.row_group(group).num_rows for group in range(segment.start))
         groups = list(range(segment.start, segment.end))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[form.text_key]):
@@ -379,5 +360,5 @@ def refuse_wrong_key(source: SourceFile, form: Format) -> None:
     if batch is not None and batch.column("reason").null_count == 0:
         raise DataError(
             f"{source.path}: the first {len(batch):,} are all refused: {batch.column('reason')[0].as_py()}",
-            hint="name the key or column that holds the text with --text-key",
+            hint=_NAME_THE_KEY,
         )
