@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -30,7 +31,13 @@ _MONITOR_S = 0.1
 
 def launched_by_us() -> bool:
     """Say whether this process is a worker that `launch` started."""
-    return os.environ.get(_LAUNCHED) == "1"
+    return launcher_pid() is not None
+
+
+def launcher_pid() -> int | None:
+    """Return the process id of the `launch` that started this worker."""
+    pid = os.environ.get(_LAUNCHED)
+    return int(pid) if pid else None
 
 
 def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -> int:
@@ -39,7 +46,7 @@ def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    os.environ[_LAUNCHED] = "1"  # inherited by the workers
+    os.environ[_LAUNCHED] = str(os.getpid())  # inherited by the workers
     spec = WorkerSpec(
         role="train",
         local_world_size=nproc,
@@ -123,10 +130,8 @@ class _Agent(LocalElasticAgent):
 
     def _signal_workers(self, number: signal.Signals) -> None:
         for pid in self._pids.values():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
 
 
 class _LoopbackRendezvous(RendezvousHandler):

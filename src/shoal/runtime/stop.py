@@ -1,4 +1,4 @@
-"""Stopping on request: signals, time and step limits, and an agreement of all ranks before anything is saved."""
+"""Stopping on request: signals, time and step limits, and an agreement of all ranks before a save."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def stopped_marker(run_dir: Path) -> Path:
     return run_dir / "ranks" / "stopped"
 
 
+def end_with_launcher(launcher: int) -> None:
+    """End this process soon after its launcher was killed, whatever it waits for: the store is gone, too."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)  # nobody would restart or report this rank
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class Stop:
     """Whether the run should end early, agreed by all ranks at the same step.
 
@@ -47,11 +58,9 @@ class Stop:
         self.reason = ""
 
     def listen(self) -> None:
-        """Install the signal handlers; under our launcher also leave when it dies."""
+        """Install the signal handlers."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        if self._launched:
-            threading.Thread(target=self._watch_parent, args=(os.getppid(),), daemon=True).start()
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
@@ -81,8 +90,3 @@ class Stop:
         if not stop_marker(self._run_dir).exists():
             record_failure(self._run_dir, self._process.rank, self._process.seat.attempt, None)
             os._exit(1)
-
-    def _watch_parent(self, parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_S)
-        os._exit(1)  # the launcher was killed: nobody would restart or report this rank

@@ -11,9 +11,9 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ShoalError
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
-from shoal.runtime.launch import launched_by_us
+from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
-from shoal.runtime.stop import Stop, stopped_marker
+from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.train.job import build_job
 from shoal.train.loop import train
 from shoal.train.page import print_page
@@ -22,6 +22,8 @@ from shoal.train.request import Request
 
 def run(request: Request) -> int:
     """Train as one rank and return shoal's exit status. Called on every rank."""
+    if (launcher := launcher_pid()) is not None:
+        end_with_launcher(launcher)
     seat = processes.read_seat() or processes.Seat()
     to_rank_file(request.run_dir, seat.rank, seat.attempt)
     quieten_libraries()
