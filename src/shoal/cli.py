@@ -229,7 +229,7 @@ def generate(
 
 @app.command
 def quickstart(*, output: Path = Path("quickstart")) -> None:
-    """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery, its writing.
+    """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery.
 
     Example: shoal quickstart --output /tmp/quickstart
 

@@ -1,4 +1,4 @@
-"""`shoal train`: its arguments and help. Loaded when the command is asked for, as it imports the configuration."""
+"""`shoal train`: its arguments and help; loaded on demand, as it imports the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def train(
 ) -> int:
     """Train a GPT from a configuration; run the same command again to resume.
 
-    The same command serves one process and many: start it alone, with --nproc, under torchrun or in a Slurm job.
+    The same command serves one process and many: start it alone, with --nproc, under torchrun or
+    in a Slurm job.
     Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.
 
     Example: shoal train tiny --data datasets/my-text --run-dir runs/first --nproc 2 --train.steps 500
@@ -39,7 +40,7 @@ def train(
     config
         A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
     data
-        Dataset folders made by `shoal prepare`; several are mixed, by data.weights or in proportion to their size.
+        Dataset folders made by `shoal prepare`; several are mixed, by data.weights or by their size.
     run_dir
         Folder of the run: settings, metrics, checkpoints. Default: runs/CONFIG-DATASET.
     nproc

@@ -1,4 +1,4 @@
-"""`shoal quickstart`: the whole way from text to a writing model, with a killed worker in between, offline."""
+"""`shoal quickstart`: from text to a writing model, with a killed worker in between, offline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quickstart(output: Path) -> None:
             raise InputError(f"{run} is not a run of Shoal's", hint="choose another --output")
         shutil.rmtree(run, ignore_errors=True)
     _say("1. Prepare the source text of Python's standard library: a tokenizer and a dataset")
-    _shoal("prepare", "stdlib", "--output", str(data), "--vocab-size", str(_VOCAB_SIZE))
+    _shoal("prepare", "stdlib", "--output", str(data), "--vocab-size", str(_VOCAB_SIZE), "--split", "90,5,5")
     _say(f"2. Train on 2 processes; rank 1 gets SIGKILL at step {_STEPS // 2}")
     assassin = threading.Thread(target=_kill_rank, args=(killed, 1, _STEPS // 2), daemon=True)
     assassin.start()
@@ -81,9 +81,8 @@ def quickstart(output: Path) -> None:
         "--seed",
         "1",
     )
-    print(
-        f"\n\nloss curve  {killed / 'loss.png'}\nrun folder  {killed}\n{time.monotonic() - began:.0f} s in all"
-    )
+    print(f"\n\nloss curve  {killed / 'loss.png'}\nrun folder  {killed}")
+    print(f"{time.monotonic() - began:.0f} s in all")
 
 
 def weights_digest(model: Decoder) -> str:

@@ -112,8 +112,9 @@ def test_the_first_page_and_the_lines_tell_what_happens(whole):
     ):
         assert words in screen
     assert re.search(
-        r"step +20/200 \| \d+ ms \| lr [\d.e-]+ \| loss [\d.]+ \| norm [\d.]+ \| [\d,]+ tokens/s \| MFU \d+% of matmul "
-        r"\| memory [\d.]+/[\d.]+/[\d.]+ GB \| \d+:\d\d left \| data \d+% fwd \d+% bwd \d+% comm \d+% opt \d+%",
+        r"step +20/200 \| \d+ ms \| lr [\d.e-]+ \| loss [\d.]+ \| norm [\d.]+ \| [\d,]+ tokens/s \| "
+        r"MFU \d+% of matmul \| memory [\d.]+/[\d.]+/[\d.]+ GB \| \d+:\d\d left \| "
+        r"data \d+% fwd \d+% bwd \d+% comm \d+% opt \d+%",
         screen,
     )
 

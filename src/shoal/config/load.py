@@ -1,4 +1,4 @@
-"""From a preset or TOML file plus overrides to a Config, and back to TOML. Errors name the file and the nearest key."""
+"""From a preset or TOML file plus overrides to a Config, and back to TOML."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def config_from_toml(text: str, source: str) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Write every setting as TOML; `config_from_toml` gives the same object back. Unset settings are left out."""
+    """Write every setting that is set as TOML; `config_from_toml` gives the same object back."""
     blocks = []
     for section, model in config:
         lines = [f"{name} = {_toml_value(value)}" for name, value in model if value is not None]
@@ -102,7 +102,8 @@ def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
                 f"{source}: unknown section [{section}]", hint=nearest(section, Config.model_fields)
             )
         model = Config.model_fields[section].annotation
-        assert isinstance(model, type) and issubclass(model, BaseModel), section
+        assert isinstance(model, type), section
+        assert issubclass(model, BaseModel), section
         if not isinstance(fields, Mapping):
             raise ConfigError(
                 f"{source}: {section} must be a section: write [{section}] and its fields below"

@@ -1,4 +1,4 @@
-"""Rules that tie several settings together. Machine-independent: what a machine can do is checked where it runs."""
+"""Rules that tie several settings together, whatever the machine; the model's own are in models.shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def divisors_near(value: int, total: int) -> str:
 
 def check(config: Config, world_size: int) -> None:
     """Refuse combinations that cannot work on world_size data-parallel ranks, naming what would."""
-    _check_model(config)
     _check_batch(config, world_size)
     _check_lengths(config)
     weights, datasets = config.data.weights, config.data.datasets
@@ -30,32 +29,6 @@ def check(config: Config, world_size: int) -> None:
 def grad_accum_steps(config: Config, world_size: int) -> int:
     """Return the micro-steps of one optimiser step on each of world_size ranks."""
     return config.train.global_batch_size // (config.train.micro_batch_size * world_size)
-
-
-def _check_model(config: Config) -> None:
-    model = config.model
-    if model.d_model % model.n_heads:
-        near = divisors_near(model.n_heads, model.d_model)
-        raise ConfigError(
-            f"model.d_model = {model.d_model} is not divisible by model.n_heads = {model.n_heads}",
-            hint=f"use model.n_heads = {near}",
-        )
-    if model.style == "llama" and (model.d_model // model.n_heads) % 2:
-        raise ConfigError(
-            f"model.d_model / model.n_heads = {model.d_model // model.n_heads} is odd: RoPE turns pairs",
-            hint="choose n_heads so that d_model / n_heads is even",
-        )
-    if model.style == "gpt2" and model.n_kv_heads not in (0, model.n_heads):
-        raise ConfigError(
-            f"model.n_kv_heads = {model.n_kv_heads}: grouped-query attention belongs to model.style = llama",
-            hint="use model.n_kv_heads = 0, or model.style = llama",
-        )
-    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
-        near = divisors_near(model.n_kv_heads, model.n_heads)
-        raise ConfigError(
-            f"model.n_heads = {model.n_heads} is not divisible by model.n_kv_heads = {model.n_kv_heads}",
-            hint=f"use model.n_kv_heads = {near}",
-        )
 
 
 def _check_batch(config: Config, world_size: int) -> None:
@@ -86,12 +59,14 @@ def _check_lengths(config: Config) -> None:
             )
     if config.optimizer.lr < config.schedule.min_lr:
         raise ConfigError(
-            f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak optimizer.lr = {config.optimizer.lr:g}",
+            f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak "
+            f"optimizer.lr = {config.optimizer.lr:g}",
             hint="lower schedule.min_lr",
         )
     decay = config.schedule.decay_steps or config.train.steps
     if config.schedule.warmup_steps > decay:
         raise ConfigError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the decay's end at step {decay}",
+            f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the schedule, which ends "
+            f"at step {decay}",
             hint="use fewer warm-up steps or more train.steps",
         )

@@ -62,9 +62,9 @@ class Data(Section):
     """What is trained on."""
 
     datasets: tuple[str, ...] = ()
-    """Dataset folders made by `shoal prepare`; --data appends to none given here."""
+    """Dataset folders made by `shoal prepare`; --data replaces them."""
     weights: tuple[PositiveFloat, ...] = ()
-    """Sampling weight of each dataset; empty means in proportion to their tokens."""
+    """Sampling weight of each dataset; empty means every window of every dataset once an epoch."""
 
 
 class Train(Section):
@@ -120,7 +120,7 @@ class Precision(Section):
 
 
 class Eval(Section):
-    """Validation during training, on the first sequences of the validation split."""
+    """Validation during training, on a fixed sample of the validation split."""
 
     every: NonNegativeInt = 100
     """Validate every this many steps; 0 means never."""
@@ -146,7 +146,7 @@ class Checkpoint(Section):
 
 
 class Guard(Section):
-    """What to do about a loss that is not finite or that spikes; judged on the global loss, alike on all ranks."""
+    """What to do about a loss that is not finite or that spikes; judged on the global loss."""
 
     nonfinite: Literal["warn", "skip", "stop"] = "stop"
     """A loss or gradient norm that is not finite: go on, leave the step out, or stop without saving it."""

@@ -24,7 +24,7 @@ _MIX_BLOCK = 10_000  # a weight is honoured to one part in this
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a step. `tokens` int64 [sequences, seq_len + 1]; `samples` their places in the run."""
+    """One rank's share of a step: `tokens` [sequences, seq_len + 1] and their places in the run."""
 
     step: int
     tokens: NDArray[np.int64]
@@ -154,7 +154,8 @@ def _quotas(weights: Sequence[float], windows: Windows) -> NDArray[np.int64]:
     empty = [number for number, count in enumerate(windows.counts) if not count]
     if empty:
         raise DataError(
-            f"dataset {empty[0] + 1} of {len(windows.counts)} holds no full window of {windows.seq_len + 1} tokens",
+            f"dataset {empty[0] + 1} of {len(windows.counts)} holds no full window of "
+            f"{windows.seq_len + 1} tokens",
             hint="leave it out, or use a smaller train.seq_len",
         )
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * _MIX_BLOCK

@@ -14,7 +14,7 @@ _ROUNDS = 6
 
 
 def permute(index: NDArray[np.int64], size: int, *key: int | str) -> NDArray[np.int64]:
-    """Map each index in [0, size) to its place in the permutation chosen by `key`; a bijection for any size."""
+    """Map each index in [0, size) to its place in the permutation chosen by `key`."""
     if size <= 1:
         return np.zeros_like(index)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -69,7 +69,8 @@ def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
         )
     if setting == "bf16" and not native:
         raise ConfigError(
-            "precision.dtype = bf16, but this CPU has neither AVX512-BF16 nor AMX: it would be far slower than fp32",
+            "precision.dtype = bf16, but this CPU has neither AVX512-BF16 nor AMX: "
+            "it would be far slower than fp32",
             hint="use precision.dtype = fp32 (or auto)",
         )
     return torch.bfloat16 if setting == "bf16" or (setting == "auto" and native) else torch.float32

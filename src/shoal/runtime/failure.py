@@ -1,4 +1,4 @@
-"""Why a job failed: each rank leaves its error in a file, and the first real cause is told, not its echoes."""
+"""Why a job failed: each rank leaves its error in a file; the first real cause is told, not its echoes."""
 
 from __future__ import annotations
 

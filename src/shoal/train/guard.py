@@ -1,4 +1,4 @@
-"""What to do about a loss that is not finite or that spikes. All inputs are global, so all ranks decide alike."""
+"""What to do about a loss that is not finite or that spikes; inputs are global, so all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class LossGuard:
         )
         if action == "stop":
             raise ShoalError(
-                f"step {step}: {kind} (loss {loss:g}, gradient norm {grad_norm:g}, running mean {self.mean:g}); "
+                f"step {step}: {kind} (loss {loss:g}, gradient norm {grad_norm:g}, "
+                f"running mean {self.mean:g}); "
                 "the step was not taken and nothing was saved after the last committed checkpoint",
-                hint="see incidents.jsonl for the samples; lower optimizer.lr, or set guard.nonfinite or guard.spike "
-                "to skip, and run again to resume",
+                hint="see incidents.jsonl for the samples; lower optimizer.lr, or set guard.nonfinite or "
+                "guard.spike to skip, and run again to resume",
             )
         if action == "warn" and math.isfinite(loss):
             self._learn(loss)

@@ -109,7 +109,7 @@ def _make_loader(config: Config, datasets: list[Dataset], process: Process) -> L
 
 
 def _eval_set(config: Config, datasets: list[Dataset], name: str) -> EvalSet | None:
-    """Choose the windows of an evaluation; None, and a line in the log, where the split has too few tokens."""
+    """Choose the windows of an evaluation; None, and a log line, where the split has too few tokens."""
     windows = Windows(_splits(datasets, name), config.eval.seq_len or config.train.seq_len)
     if not windows.total:
         held = sum(split.num_tokens for split in windows.splits)

@@ -14,11 +14,11 @@ def train(job: Job) -> bool:
 
     Collective over the world.
     """
-    step = resume(job)
-    job.metrics.start(step)
+    step = start = resume(job)
+    job.metrics.start(start)
     if job.evaluation_pending:
-        validate(job, step)
-    for step in range(step + 1, job.config.train.steps + 1):
+        validate(job, start)
+    for step in range(start + 1, job.config.train.steps + 1):
         job.clock.begin()
         with job.clock.phase("data"):
             batch = job.task.batch(step)
@@ -40,7 +40,7 @@ def train(job: Job) -> bool:
 
 
 def _finish(job: Job, step: int) -> bool:
-    """Save, wait for the commit, and test the finished model; return False when the run is to be continued."""
+    """Save, wait for the commit, test the finished model; return False when the run is to be continued."""
     save(job, step)
     job.checkpoints.wait()
     done = step == job.config.train.steps

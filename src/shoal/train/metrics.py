@@ -21,7 +21,6 @@ from shoal.train.curve import draw_curve
 from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 
-
 _SHORT = ("data", "fwd", "bwd", "comm", "opt")  # PHASES on the console
 
 
@@ -101,18 +100,17 @@ class Metrics:
     def _console_line(self, line: dict[str, Any]) -> str:
         steps = self._config.train.steps
         left_s = (steps - line["step"]) * line["step_ms"] / 1e3
-        mfu, basis = (
-            (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul")
-        )
+        mfu, basis = (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul")
         memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
         split = " ".join(
             f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
             for name, short in zip(PHASES, _SHORT, strict=True)
         )
         return (
-            f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | lr {line['lr']:.2e} | "
-            f"loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | {line['tokens_per_s']:,.0f} tokens/s | "
-            f"MFU {mfu:.0%} of {basis} | memory {memory} GB | {_duration(left_s)} left | {split}"
+            f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | "
+            f"lr {line['lr']:.2e} | loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | "
+            f"{line['tokens_per_s']:,.0f} tokens/s | MFU {mfu:.0%} of {basis} | memory {memory} GB | "
+            f"{_duration(left_s)} left | {split}"
         )
 
     def _write(self, line: dict[str, Any]) -> None:

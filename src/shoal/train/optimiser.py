@@ -40,7 +40,7 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimiser's state as {parameter name.key: tensor}, making it first where it is not yet there."""
+    """Return the optimiser's state as {parameter name.key: tensor}, making it where it is not yet there."""
     if not optimiser.state:
         _make_state(optimiser)
     return {

@@ -1,4 +1,4 @@
-"""What the user asked for when a run starts: configuration, folders, and what it begins from. No torch here."""
+"""What the user asked for when a run starts: configuration, folders, and what it begins from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
 from shoal.errors import ConfigError, DataError, InputError
+from shoal.models.shape import resolve_shape
 
 # A run cannot go on when one of these changes: the model, or which samples a step holds.
 _FIXED = ("model.", "data.weights", "train.seed", "train.seq_len", "train.global_batch_size")
@@ -46,6 +47,7 @@ class Request:
         """Refuse what cannot work before any process starts; return the datasets."""
         rules.check(self.config, world_size)
         datasets = self.open_datasets()
+        resolve_shape(self.config.model, datasets[0].vocab_size)
         if self.init is not None and not self.init.exists():
             raise InputError(
                 f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"
@@ -68,6 +70,6 @@ def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tupl
         named = "; ".join(f"{name} was {old}, now {new}" for name, new, old in refused)
         raise ConfigError(
             f"{checkpoint} belongs to another run: {named}",
-            hint=f"start a new run from its weights with --run-dir NEW --init {checkpoint}, or restore the setting",
+            hint=f"restore the setting, or start a new run with --run-dir NEW --init {checkpoint}",
         )
     return [change for change in changes if change[0] != "data.datasets"]

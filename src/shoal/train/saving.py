@@ -123,6 +123,7 @@ def _refuse_other_data(job: Job, state: dict[str, Any], checkpoint: Path) -> Non
     now = [entry["fingerprint"] for entry in _fingerprints(job)]
     if was != now:
         raise DataError(
-            f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, {', '.join(now)} now",
+            f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, "
+            f"{', '.join(now)} now",
             hint=f"restore the dataset, or start a new run with --run-dir NEW --init {checkpoint}",
         )
