@@ -264,6 +264,7 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
         return {"median": round(statistics.median(values), 2), "max": round(max(values), 2)} if values else {}
 
     of_ranks = [event for event in events if event["victim"] != "launcher"]
+    of_launchers = [event for event in events if event["victim"] == "launcher"]
     return {
         "kills": len(events),
         "resumes_that_took_another_than_the_newest_good_step": 0,  # storm() ends at the first
@@ -271,7 +272,8 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
         "victims": dict(sorted(Counter(event["victim"] for event in events).items())),
         "phases_at_the_kill": dict(sorted(Counter(event["phase"] for event in events).items())),
         "damaged_newest_checkpoint": dict(Counter(event["damage"] for event in events if event["damage"])),
-        "survivors_gone_s": spread("survivors_gone_s", events),
+        "ranks_gone_after_kill_of_a_rank_s": spread("survivors_gone_s", of_ranks),
+        "ranks_gone_after_kill_of_the_launcher_s": spread("survivors_gone_s", of_launchers),
         "rank_kill_to_next_step_s": spread("kill_to_next_step_s", of_ranks),
         "seed": seed,
         "took_s": round(took_s, 1),
