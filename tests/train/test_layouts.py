@@ -1,7 +1,10 @@
 """Layout never changes the result: losses and gradient norms for any number of processes and micro-steps."""
 
+import json
+
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
@@ -45,3 +48,44 @@ def test_all_ranks_hold_the_same_weights(pool, data, tmp_path):
 
 def test_dropout_changes_the_curve(reference):
     assert reference["plain"]["losses"] != reference["dropout"]["losses"]
+
+
+def poisoned_run(run_dir, values):
+    """Train with a loss that is NaN on rank 1 alone in step 3."""
+    from shoal.tasks.gpt import Gpt
+
+    honest = Gpt.loss
+
+    def loss(self, model, micro):
+        value = honest(self, model, micro)
+        poisoned = dist.get_rank() == 1 and self.poisoned_step == 3
+        return value * float("nan") if poisoned else value
+
+    batch = Gpt.batch
+
+    def note_step(self, step):
+        self.poisoned_step = step
+        return batch(self, step)
+
+    Gpt.loss, Gpt.batch = loss, note_step
+    try:
+        return run_training(run_dir, values)
+    finally:
+        Gpt.loss, Gpt.batch = honest, batch
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, data, tmp_path):
+    results = pool.run(poisoned_run, 2, tmp_path, tiny_config(data, guard={"nonfinite": "skip"}))
+    applied = [line["applied"] for line in results[0]["lines"] if "applied" in line]
+    assert applied == [True, True, False, True, True]
+    for name, weight in results[0]["weights"].items():
+        assert np.isfinite(weight).all()
+        assert np.array_equal(weight, results[1]["weights"][name]), name
+    incident = json.loads((tmp_path / "incidents.jsonl").read_text())
+    assert (incident["step"], incident["samples"]) == (3, list(range(32, 48)))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_by_default(pool, data, tmp_path):
+    with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
+        pool.run(poisoned_run, 2, tmp_path, tiny_config(data))
+    assert str(caught.value).count("step 3: loss or gradient norm is not finite") == 2

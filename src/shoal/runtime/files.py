@@ -72,6 +72,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def append_json(path: Path, value: Any) -> None:
+    """Add one line to a JSONL file; a kill may cut the last line short, which readers leave out."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise disk_error(error, path) from error
+
+
 def read_json(path: Path, what: str) -> Any:
     """Read one JSON file of bounded size; `what` names it in the error ("dataset manifest")."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 from shoal.config.sections import Guard as GuardSettings
 from shoal.errors import ShoalError
+from shoal.runtime.files import append_json
 from shoal.runtime.log import log
 
 Action = Literal["go", "warn", "skip", "stop"]
@@ -82,5 +82,4 @@ class LossGuard:
     def _report(self, incident: dict[str, Any]) -> None:
         log.warning(f"step {incident['step']}: {incident['kind']}; guard says {incident['action']}")
         if self._incidents is not None:
-            with self._incidents.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(incident) + "\n")
+            append_json(self._incidents, incident)

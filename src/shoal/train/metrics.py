@@ -11,7 +11,7 @@ from shoal import scoring
 from shoal.config.sections import Config
 from shoal.models.counts import flops_per_token
 from shoal.models.shape import ModelShape
-from shoal.runtime.files import write_text
+from shoal.runtime.files import append_json, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process
@@ -115,8 +115,7 @@ class Metrics:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._process.rank == 0:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_json(self._path, line)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -59,7 +59,8 @@ def _batch(job: Job) -> list[tuple[str, str]]:
         (
             "epoch",
             f"{loader.windows.total:,} windows of {train.seq_len} tokens = "
-            f"{loader.steps_per_epoch:,.1f} steps; {loader.windows.tail_tokens:,} tokens at the ends fill no window",
+            f"{loader.steps_per_epoch:,.1f} steps; "
+            f"{loader.windows.tail_tokens:,} tokens at the ends fill no window",
         ),
         ("step", f"{train.global_batch_size} sequences = {tokens:,} tokens"),
         (
