@@ -34,7 +34,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     On an error the temporary file goes and `path` stays as it was. A full disk is a ShoalError that
     names the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, path) from error
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -58,6 +61,9 @@ def disk_error(error: OSError, path: Path) -> ShoalError:
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InputError(f"{path} cannot be written: {error.strerror}", hint="choose a folder you own")
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOENT):
+        hint = "a file stands where a folder is needed, or a folder where a file is: choose another path"
+        return InputError(f"{path} cannot be written: {error.strerror}", hint=hint)
     return ShoalError(f"cannot write {path}: {error.strerror or error}")
 
 
