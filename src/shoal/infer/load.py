@@ -35,7 +35,11 @@ def load_text_model(path: Path, device: torch.device) -> TextModel:
     state = read_state(checkpoint)
     config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
     tokenizer = load_tokenizer(checkpoint)
-    shape = resolve_shape(config.model, state["vocab_size"])
+    try:
+        vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+    shape = resolve_shape(config.model, vocab_size)
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
             f"the tokenizer in {checkpoint} has {tokenizer.vocab_size} ids, its model {shape.vocab_size}",
@@ -45,4 +49,4 @@ def load_text_model(path: Path, device: torch.device) -> TextModel:
         model = Decoder(shape)
     model.to_empty(device=device)
     load_weights(checkpoint, model)
-    return TextModel(model.eval(), tokenizer, state["eod_id"], checkpoint)
+    return TextModel(model.eval(), tokenizer, eod_id, checkpoint)
