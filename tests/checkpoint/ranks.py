@@ -79,6 +79,11 @@ def load_latest(folder: Path, cut: bool = False, dim: int = 0) -> int | None:
     return step
 
 
+def load_from(folder: Path, name: str) -> None:
+    """Load one checkpoint by name."""
+    open_store(folder).load(folder / name, full_tensors(-1))
+
+
 def failing_save(folder: Path, failing_rank: int) -> tuple[str, str]:
     """Save step 10, then step 20 with a full disk on one rank; return what that raised, twice over."""
     store = open_store(folder)

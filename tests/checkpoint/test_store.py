@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.checkpoint import commit
 from shoal.checkpoint.manifest import committed, read_manifest, read_state, verify
 from shoal.checkpoint.tensors import load_weights, model_tensors, share_out
 from shoal.errors import CheckpointError
 from tests.checkpoint import ranks
+from tests.checkpoint.damage import forge_manifest
 from tests.checkpoint.ranks import full_tensors, load_latest, save_steps
-from tests.pool import Pool
+from tests.pool import Pool, RankError
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4)])
@@ -142,6 +144,22 @@ def test_tensors_that_do_not_fit_are_named_on_all_ranks(pool: Pool, run: Path):
         assert "model.new is not in the checkpoint" in answer
         assert "model.embed.weight is in the checkpoint only" in answer
         assert "model.up.weight is [7, 3] in the checkpoint, [7, 4] wanted" in answer
+
+
+def test_part_of_a_tensor_that_is_missing_is_named(pool: Pool, tmp_path: Path):
+    pool.run(save_steps, 2, tmp_path, [20], True)
+    (shard,) = (tmp_path / "step-00000020" / "model").glob("shard-00001-*")
+    shard.unlink()
+    forge_manifest(tmp_path / "step-00000020")
+    with pytest.raises(RankError, match=r"tensor model\.\S+ in .* is incomplete or doubled"):
+        pool.run(load_latest, 2, tmp_path)
+
+
+def test_moments_that_were_dropped_are_asked_for_in_vain(pool: Pool, run: Path):
+    commit.keep_weights_only(run / "checkpoints" / "step-00000020")
+    assert pool.run(load_latest, 1, run / "checkpoints") == [10]
+    with pytest.raises(RankError, match="step-00000020 holds no optimizer tensors"):
+        pool.run(ranks.load_from, 1, run / "checkpoints", "step-00000020")
 
 
 class Tiny(nn.Module):

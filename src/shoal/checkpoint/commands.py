@@ -102,7 +102,7 @@ def _row(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(checkpoint)
         row |= {"size_bytes": manifest.size_bytes, "created": manifest.created}
-        row["holds"] = "weights" if manifest.weights_only else "everything"
+        row["holds"] = "weights" if manifest.weights_only else "all"
         row["loss"] = read_state(checkpoint).get("loss")
     except ShoalError:
         pass  # `problems` says it

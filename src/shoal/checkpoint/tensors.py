@@ -146,6 +146,10 @@ def saved_shapes(path: Path, folder_names: Iterable[str]) -> dict[str, torch.Siz
     """Return name -> whole shape of the tensors in some folders; a hole in one is a CheckpointError."""
     shapes = {}
     for folder in folder_names:
+        if not (path / folder).is_dir():
+            raise CheckpointError(
+                f"{path} holds no {folder} tensors", hint="`shoal checkpoint ls` says what each one holds"
+            )
         try:
             metadata = HuggingFaceStorageReader(str(path / folder)).read_metadata()
         except Exception as error:  # whatever a strange file makes the reader stumble over
