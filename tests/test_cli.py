@@ -77,6 +77,14 @@ def test_unknown_option_is_exit_status_2_and_names_the_nearest():
     assert "--json" in done.stderr
 
 
+def test_terminal_without_the_characters_gets_replacements(tmp_path):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "shoal", "checkpoint", "ls", "größe"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: gr??e")
+
+
 def test_value_of_the_wrong_kind_is_a_sentence_with_the_option_and_the_value():
     done = shoal("train", "tiny", "--train.steps", "0", "--train.seq_len", "x")
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -245,6 +246,9 @@ def quickstart(*, output: Path = Path("quickstart")) -> None:
 
 def main() -> None:
     """Run one command; an error becomes a sentence on stderr and an exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character is no reason to fail
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         status = app(result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:

@@ -262,7 +262,9 @@ def diagnose(folder: Path) -> list[Finding]:
 def doctor(json_path: Path | None) -> int:
     """Print the findings as a table, write them to `json_path` too, and return the exit status."""
     findings = diagnose(Path.cwd())
-    table = Table("check", "", "what was seen", "what to do")
+    table = Table("check", "")
+    for heading in ("what was seen", "what to do"):
+        table.add_column(heading, overflow="fold")
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for finding in findings:
         status = f"[{colours[finding.status]}]{finding.status}[/]"
