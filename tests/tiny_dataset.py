@@ -15,15 +15,17 @@ VOCAB_SIZE = 257  # bytes and an end-of-document id
 EOD_ID = 256
 
 
-def write_dataset(folder: Path, splits: dict[str, list[np.ndarray]]) -> Path:
-    """Write documents of byte ids as a dataset; each gets an end-of-document id."""
+def write_dataset(
+    folder: Path, splits: dict[str, list[np.ndarray]], vocab_size: int = VOCAB_SIZE, eod_id: int = EOD_ID
+) -> Path:
+    """Write documents of ids as a dataset; each gets an end-of-document id. The tokenizer knows bytes only."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {}
-    dtype = token_dtype(VOCAB_SIZE)
+    dtype = token_dtype(vocab_size)
     for name, documents in splits.items():
         with IndexedWriter(folder / name, dtype) as writer:
             for tokens in documents:
-                writer.append(np.append(tokens, EOD_ID).astype(dtype))
+                writer.append(np.append(tokens, eod_id).astype(dtype))
                 writer.end_document()
             facts[name] = writer.finish()
         for kind in ("bin", "idx"):
@@ -41,8 +43,8 @@ def write_dataset(folder: Path, splits: dict[str, list[np.ndarray]]) -> Path:
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "dtype": dtype.name,
-        "vocab_size": VOCAB_SIZE,
-        "eod_id": EOD_ID,
+        "vocab_size": vocab_size,
+        "eod_id": eod_id,
         "tokenizer": {"file": "tokenizer.json", "xxh3": hash_file(folder / "tokenizer.json")},
         "splits": facts,
     }

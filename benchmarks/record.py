@@ -1,0 +1,35 @@
+"""What every record says beside its figures: the machine, the versions and the moment."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shoal.runtime.device import logical_cores, physical_cores, select_device
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def write_record(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/records/NAME.json and say where it is."""
+    record = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "device": select_device("auto", 0, 1).name,
+            "physical_cores": physical_cores(),
+            "logical_cores": logical_cores(),
+            "system": platform.system(),
+        },
+        "versions": {"python": sys.version.split()[0], "torch": version("torch"), "shoal": version("shoal")},
+        **figures,
+    }
+    path = RECORDS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"record: {path}")
+    return path

@@ -1,0 +1,78 @@
+"""What takes minutes: real text learnt, and recovery under repeated kills, timed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.record import write_record
+from shoal.train.metrics import read_metrics
+from tests.tiny_dataset import random_dataset, write_dataset
+from tests.train.test_command import Running, same_weights, shoal
+
+SHARED = Path(os.environ.get("SHOAL_SHARED", Path(__file__).parents[3] / "shared"))
+SHAKESPEARE = SHARED / "data/text/tinyshakespeare.txt"
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="needs tinyshakespeare.txt, which is not there")
+def test_characters_of_shakespeare_are_learnt(tmp_path):
+    """4 layers, 128 wide, context 64, batch 12, 2,000 steps: at most 1.95 nats a character."""
+    text = np.frombuffer(SHAKESPEARE.read_bytes(), dtype=np.uint8)
+    cut = int(len(text) * 0.9)
+    data = write_dataset(tmp_path / "data", {"train": [text[:cut]], "validation": [text[cut:]]})
+    options = ("--train.global_batch_size=12", "--train.micro_batch_size=12", "--eval.sequences=1700")
+    command = (sys.executable, "-m", "shoal", "train", "tiny", "--data", data, "--run-dir", tmp_path / "run")
+    subprocess.run([*command, *options, "--eval.every=500"], check=True)
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    write_record("shakespeare", {"claim": "validation loss at step 2000 <= 1.95", "validation_loss": losses})
+    assert losses[2000] <= 1.95
+
+
+def test_three_kills_in_a_row_cost_three_restarts_of_under_ten_seconds(tmp_path):
+    data = random_dataset(tmp_path / "data")
+    settings = ("--nproc", "2", "--train.steps", "400", "--checkpoint.every", "20")
+    status, screen = shoal(data, tmp_path / "whole", *settings)
+    assert status == 0, screen
+    running = Running(data, tmp_path / "killed", *settings, "--max-restarts", "3")
+    recovery = []
+    for step in (60, 140, 220):
+        running.wait_for_step(step)
+        victim, before = running.pid(step // 80 % 2), count_steps(running)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        while count_steps(running) <= before:
+            # The restarted attempt first drops the steps that were lost, so wait for it to write anew.
+            before = min(before, count_steps(running))
+            time.sleep(0.02)
+        recovery.append(round(time.monotonic() - killed, 2))
+    status, screen = running.end()
+    assert status == 0, screen
+    assert "(restart 3 of 3)" in screen
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+    write_record(
+        "recovery", {"claim": "kill to next step in 10 s", "seconds_from_kill_to_next_step": recovery}
+    )
+    assert max(recovery) < 10
+
+
+def count_steps(running):
+    text = (running.run / "metrics.jsonl").read_text().splitlines()
+    return sum('"tokens"' in line for line in text)
+
+
+def test_two_processes_keep_up_with_two_threads(tmp_path):
+    """The record tells the ratios; see benchmarks/data_parallel.py."""
+    subprocess.run([sys.executable, "-m", "benchmarks.data_parallel"], check=True)
+    record = json.loads((Path(__file__).parents[2] / "benchmarks/records/data_parallel.json").read_text())
+    assert record["save"]["worst_hold_in_steps"] <= 1
+    assert record["bf16"]["ratio_2x1_to_1x2"] >= 0.95
+    assert record["fp32"]["ratio_2x1_to_1x2"] >= 1.0
