@@ -1,5 +1,8 @@
 """Warm gloo workers for multi-process tests: start once, give every call a new process group.
 
+They are forked from a server that has imported torch, before it has any threads: the first costs seconds, the
+replacement of a dead one a tenth of a second.
+
 def worker(value):                      # top-level, runs on every rank, its process group is set up
     return dist.get_rank() + value
 
@@ -20,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_WORKERS = 4
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"]
 GRACE_S = 5.0  # what the peers of a failed rank get to notice it, before they are replaced
 
 
@@ -31,7 +35,8 @@ class Worker:
     """One warm process and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

@@ -12,6 +12,8 @@ import stat
 import sys
 from pathlib import Path
 
+from tests.pool import PRELOADED
+
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
@@ -68,7 +70,7 @@ def save_and_die(folder: Path, rank: int, world_size: int, victim: int, event: i
 def run_and_kill(folder: Path, world_size: int, victim: int, event: int, retention: dict) -> list[int]:
     """Return the exit codes of the ranks of one such save."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.ranks"])
+    context.set_forkserver_preload(PRELOADED)
     ranks = [
         context.Process(target=save_and_die, args=(folder, rank, world_size, victim, event, retention))
         for rank in range(world_size)

@@ -37,7 +37,10 @@ def test_newest_good_step_survives_a_kill_at_any_moment(
         chosen.append(pool.run(load_latest, 1, folder)[0])
         assert chosen[-1] == max(committed_before)
         assert (folder / "LATEST").read_text() == f"{chosen[-1]}\n"
-        assert not [path for path in folder.iterdir() if path.name.startswith((".", "bad"))]
+        assert {path.name for path in folder.iterdir()} == {
+            "LATEST",
+            *(path.name for path in committed(folder)),
+        }
         assert all(not verify(path) for path in committed(folder))
         if codes[victim] == 0:
             break
