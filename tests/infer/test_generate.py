@@ -51,6 +51,14 @@ def test_cached_logits_equal_whole_ones_for_any_cut(make):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=5e-6, rtol=0)
 
 
+def test_every_column_of_a_padded_batch_sees_something_and_no_token_sees_padding():
+    shape = decoder_from_hf(random_gpt2()).shape
+    mask = KVCache(shape, torch.tensor([0, 3]), 8, torch.float32).mask(5)[:, 0]
+    assert mask.any(dim=-1).all()
+    assert not mask[1, 3:, :3].any()
+    assert torch.equal(mask[0], torch.ones(5, 5, dtype=torch.bool).tril())
+
+
 @STYLES
 def test_a_batch_of_unequal_prompts_equals_each_alone(make):
     model = decoder_from_hf(make())
@@ -60,12 +68,13 @@ def test_a_batch_of_unequal_prompts_equals_each_alone(make):
         assert together == alone
 
 
-def test_rows_that_end_early_leave_the_others_as_they_are():
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=8)])
+def test_rows_that_end_early_leave_the_others_as_they_are(sampling):
     model = decoder_from_hf(random_gpt2())
-    full = continuations(model, rows_of(PROMPTS, 20))
+    full = continuations(model, rows_of(PROMPTS, 20), sampling)
     stop_id = full[2][5]
     rows = [Row(PROMPTS[n], limit, prompt=n) for n, limit in enumerate((3, 20, 20, 9))]
-    stopped = continuations(model, rows, stop_id=stop_id)
+    stopped = continuations(model, rows, sampling, stop_id)
     for row, got, unstopped in zip(rows, stopped, full, strict=True):
         expected = unstopped[: row.max_tokens]
         assert got == expected[: expected.index(stop_id) if stop_id in expected else None]

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shoal.config.sections import Model
 from shoal.errors import ConfigError
+from shoal.models import decoder
 from shoal.models.counts import count_parameters
 from shoal.models.decoder import Decoder
 from shoal.models.init import build_decoder, initialise
@@ -154,6 +157,23 @@ def test_training_with_dropout_and_no_keys_is_a_mistake():
     model = build_decoder(tiny_shape("gpt2", dropout=0.1), seed=1, device="cpu")
     with pytest.raises(AssertionError, match="dropout_keys_b"):
         model(tokens())
+
+
+def test_plain_attention_equals_the_fused_one():
+    fused = decoder_from_hf(random_llama())
+    plain = Decoder(dataclasses.replace(fused.shape, attention_dropout=1e-6))  # rounds to dropping nothing
+    plain.load_state_dict(fused.state_dict())
+    batch = tokens(time=32)
+    torch.testing.assert_close(plain(batch, dropout_keys_b=torch.arange(3)), fused(batch), atol=5e-6, rtol=0)
+
+
+def test_every_place_of_every_layer_has_its_own_masks(monkeypatch):
+    seen = []
+    monkeypatch.setattr(decoder, "keyed_dropout", lambda x, p, keys_b, site: seen.append((p, site)) or x)
+    model = build_decoder(tiny_shape("gpt2", dropout=0.1, attention_dropout=0.2), seed=1, device="cpu")
+    model(tokens(), dropout_keys_b=torch.arange(3))
+    assert len(set(seen)) == len(seen) == 1 + 3 * 2
+    assert sorted(p for p, _ in seen) == [0.1] * 5 + [0.2] * 2
 
 
 def test_attention_dropout_averages_to_plain_attention():

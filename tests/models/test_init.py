@@ -33,9 +33,10 @@ def test_weights_depend_on_the_seed_and_the_name():
 
 
 def test_another_depth_or_padding_leaves_a_tensor_as_it_was():
-    model = build(pad_vocab_multiple=1)
-    padded = build(pad_vocab_multiple=128)
+    odd = {"vocab_size": 301, "d_model": 36}  # torch draws the tail of a size not divisible by 16 differently
+    model = build(**odd, pad_vocab_multiple=1)
+    padded = build(**odd, pad_vocab_multiple=128)
     assert padded.embed.weight.shape[0] == 384
-    assert torch.equal(model.embed.weight, padded.embed.weight[:300])
-    deeper = build(n_layers=6, pad_vocab_multiple=1)
+    assert torch.equal(model.embed.weight, padded.embed.weight[:301])
+    deeper = build(**odd, n_layers=6)
     assert torch.equal(model.blocks["3"].attention.q.weight, deeper.blocks["3"].attention.q.weight)
