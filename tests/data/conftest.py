@@ -82,5 +82,5 @@ def small_disk(tmp_path):
     if mounted.returncode:
         pytest.skip("needs the right to mount a small tmpfs")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,23 +1,42 @@
-"""The only module that knows Daft: it spreads ranges over worker processes and yields their results."""
+"""The only module that knows Daft: it spreads ranges over worker processes and yields their results.
+
+Daft runs in a process of its own, the driver, which starts the workers. The caller may then stop at any
+moment, be it by an exception or by its death: the driver sees its standard input close and goes, the
+workers see the driver gone and leave between two batches.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import importlib.util
 import json
+import math
 import os
-import queue
+import select
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Generator
+import time
+import traceback
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal import errors
-from shoal.data.prepare.work import STOP_NAME, RangeWorker, WorkSpec
+from shoal.data.prepare.work import RangeWorker, WorkSpec
 from shoal.errors import ConfigError, ShoalError, StoppedError
 
-_POLL_S = 0.1  # how long a signal may wait for an answer
+_POLL_S = 0.2
+_DEATH_S = 3.0  # how long Daft, which waits for a dead worker for ever, may have left to say
 _LEAVE_S = 5.0  # how long workers may take to leave after a stop
+_ALIVE = "worker-{}"  # each worker holds a lock on its own file as long as it lives
+_LOG_NAME = "engine.log"
+_LOG_TAIL = 2000
+_DRIVER = "from shoal.data.prepare.engine import drive; drive()"
 _SILENT = {
     "DO_NOT_TRACK": "1",
     "DAFT_ANALYTICS_ENABLED": "0",
@@ -26,35 +45,10 @@ _SILENT = {
 }
 
 
-def run_ranges(
-    packed: list[dict[str, Any]], spec: WorkSpec, workers: int
-) -> Generator[dict[str, Any], None, None]:
-    """Yield each range's summary once it is committed, in any order; a worker's ShoalError is raised here.
-
-    Daft runs in a thread of its own, so that a signal reaches the caller at once. When the caller stops
-    listening, the workers leave between two batches and their unfinished files go with them.
-    """
-    stop = Path(spec.folder) / STOP_NAME
-    stop.unlink(missing_ok=True)
-    results: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue()
-    thread = threading.Thread(target=_drive, args=(packed, spec, workers, results), daemon=True)
-    thread.start()
-    try:
-        while True:
-            try:
-                result = results.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if result is None:
-                return
-            if isinstance(result, BaseException):
-                raise result
-            if "error" in result:
-                raise _rebuild(result["error"])
-            yield result
-    finally:
-        stop.touch()
-        thread.join(_LEAVE_S)
+def require_engine() -> None:
+    """Raise ConfigError where Daft is not installed."""
+    if importlib.util.find_spec("daft") is None:
+        raise ConfigError("`shoal prepare` needs Daft", hint="pip install 'shoal[data]'")
 
 
 def usable_cores() -> int:
@@ -62,59 +56,157 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _drive(
-    packed: list[dict[str, Any]],
-    spec: WorkSpec,
-    workers: int,
-    results: queue.Queue[dict[str, Any] | BaseException | None],
-) -> None:
-    """Run the plan and put its rows, or what went wrong, into the queue."""
+def run_ranges(
+    packed: list[dict[str, Any]], spec: WorkSpec, workers: int
+) -> Generator[dict[str, Any], None, None]:
+    """Yield each range's summary once it is committed, in any order; a worker's ShoalError is raised here."""
+    folder = Path(spec.folder)
+    for old in folder.glob(_ALIVE.format("*")):
+        old.unlink()
+    reader, writer = os.pipe()
+    scratch = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)  # for Daft's sockets
+    with (folder / _LOG_NAME).open("wb") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", _DRIVER, str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[writer],
+            env={**os.environ, **_SILENT, "TMPDIR": scratch.name},
+            start_new_session=True,  # Ctrl-C reaches the whole group; the caller decides
+        )
+    os.close(writer)
+    assert driver.stdin is not None
     try:
-        daft = _import_daft()
-        job = daft.cls(_Job, use_process=True, max_concurrency=workers)(json.dumps(asdict(spec)))
-        table = daft.from_pydict({"range": [json.dumps(value) for value in packed]}).into_batches(1)
+        with contextlib.suppress(BrokenPipeError):  # then the log says why
+            driver.stdin.write(json.dumps([asdict(spec), packed, workers]).encode() + b"\n")
+            driver.stdin.flush()
+        for result in _results(reader, folder):
+            if "error" in result:
+                raise _rebuild(result["error"])
+            yield result
+    finally:
+        os.close(reader)
+        driver.kill()
+        driver.wait()
+        with contextlib.suppress(BrokenPipeError):
+            driver.stdin.close()
+        _wait_for_workers(folder)
+        scratch.cleanup()
+
+
+def _results(reader: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the driver sends until it says that all is done."""
+    buffer, deadline = b"", math.inf
+    while True:
+        if not select.select([reader], [], [], _POLL_S)[0]:
+            if time.monotonic() > deadline:
+                raise _worker_died()
+            if deadline == math.inf and _any_worker(folder, alive=False):
+                deadline = time.monotonic() + _DEATH_S
+            continue
+        data = os.read(reader, 1 << 16)
+        if not data:
+            raise _worker_died() if _any_worker(folder, alive=False) else _driver_died(folder)
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            if not line:
+                return
+            yield json.loads(line)
+
+
+def drive() -> None:
+    """Be the driver: read the work from standard input, write results to the pipe that argv names."""
+    spec, packed, workers = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_leave_with_caller, daemon=True).start()
+    import daft
+
+    job = daft.cls(_Job, use_process=True, max_concurrency=workers)(json.dumps(spec), os.getpid())
+    table = daft.from_pydict({"range": [json.dumps(value) for value in packed]}).into_batches(1)
+    with os.fdopen(int(sys.argv[1]), "w") as results:
         for row in table.select(job(daft.col("range")).alias("summary")).iter_rows(results_buffer_size=None):
-            results.put(json.loads(row["summary"]))
-        results.put(None)
-    except BaseException as error:
-        results.put(error)
+            results.write(row["summary"] + "\n")
+            results.flush()
+        results.write("\n")
+        results.flush()
+        sys.stdin.buffer.read()  # the caller ends this process
 
 
-def _import_daft() -> Any:
-    """Import Daft with its usage reporting and its own progress bar off."""
-    os.environ.update(_SILENT)
-    try:
-        import daft
-    except ImportError as error:
-        raise ConfigError("`shoal prepare` needs Daft", hint="pip install 'shoal[data]'") from error
-    return daft
+def _leave_with_caller() -> None:
+    """End this process when the caller closes its end, by will or by death."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 class _Job:
     """What Daft starts in each worker process and calls for each range."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, driver: int) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._spec = WorkSpec(**json.loads(spec))
-        self._parent = os.getppid()
+        self._driver = driver
+        self._check()
         self._worker: RangeWorker | None = None
+        self._alive = (Path(self._spec.folder) / _ALIVE.format(os.getpid())).open("w")
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
 
     def __call__(self, packed: str) -> str:
-        """Do one range; an error that a person can act on is a result, not an exception."""
+        """Do one range; what goes wrong is a result, not an exception: Daft would hide it in its own."""
         try:
             self._worker = self._worker or RangeWorker(self._spec)
             return json.dumps(self._worker.run(json.loads(packed), self._check))
         except ShoalError as error:
             return json.dumps({"error": [type(error).__name__, error.message, error.hint]})
+        except Exception:
+            return json.dumps({"error": ["", traceback.format_exc(), ""]})
 
     def _check(self) -> None:
-        """Leave when asked to, or when the parent is gone."""
-        if os.getppid() != self._parent or (Path(self._spec.folder) / STOP_NAME).exists():
+        """Leave when the driver is gone."""
+        if os.getppid() != self._driver:
             raise StoppedError("stopped on request")
 
 
-def _rebuild(parts: list[str]) -> ShoalError:
+def _any_worker(folder: Path, *, alive: bool) -> bool:
+    """Tell whether any worker that was started is alive, or dead: then its lock is free."""
+    for path in folder.glob(_ALIVE.format("*")):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                found = True
+            else:
+                found = False
+        if found == alive:
+            return True
+    return False
+
+
+def _wait_for_workers(folder: Path) -> None:
+    """Wait a moment until no worker writes any more."""
+    until = time.monotonic() + _LEAVE_S
+    while _any_worker(folder, alive=True) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _worker_died() -> ShoalError:
+    """Say that a worker was killed."""
+    return ShoalError(
+        "a worker process died, often for lack of memory; what was done is kept",
+        hint="run the same command again to continue, with fewer --workers where memory is short",
+    )
+
+
+def _driver_died(folder: Path) -> ShoalError:
+    """Say that the engine failed, in its own words."""
+    words = (folder / _LOG_NAME).read_bytes()[-_LOG_TAIL:].decode(errors="replace")
+    return ShoalError(f"the preparation engine failed; what was done is kept:\n{words}")
+
+
+def _rebuild(parts: list[str]) -> Exception:
     """Turn an error that crossed a process boundary back into its kind."""
+    if not parts[0]:
+        return RuntimeError(f"a worker failed:\n{parts[1]}")
     kind = getattr(errors, parts[0], ShoalError)
-    return kind(parts[1], hint=parts[2])
+    rebuilt: ShoalError = kind(parts[1], hint=parts[2])
+    return rebuilt

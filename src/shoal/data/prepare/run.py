@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
-from shoal.data.prepare.engine import run_ranges, usable_cores
+from shoal.data.prepare.engine import require_engine, run_ranges, usable_cores
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
 from shoal.data.prepare.parse import refuse_wrong_key
@@ -64,6 +64,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     inputs = describe_inputs(options, sources)
     if (options.output / MANIFEST).exists():
         return _already_made(options.output, inputs, console)
+    require_engine()
     with _locked(options.output), _stop_on_signals():
         paths = _work_folder(options, inputs, console)
         tokenizer_path = _make_tokenizer(options, sources, paths, console)

@@ -19,7 +19,6 @@ from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.runtime.files import atomic_write, write_json
 
 Stage = Callable[[pa.RecordBatch], pa.RecordBatch]
-STOP_NAME = "stop"  # its presence asks all workers to leave
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""`prepare` with its real worker processes: same bytes, prompt stops, kills at any time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from shoal.cli import app
+from shoal.data.prepare import run
+from shoal.data.prepare.options import PrepareOptions
+from shoal.errors import DataError, ShoalError
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from shoal.cli import main
+from shoal.data.prepare import run
+run.range_size = lambda sources: 30_000
+sys.argv = ["shoal", "prepare", *json.loads(sys.argv[1])]
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """About 2 MB of JSONL and text."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(3)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randrange(2, 9))) for _ in range(3000)]
+    with (folder / "a.jsonl").open("w") as file:
+        for n in range(1500):
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=150))}) + "\n")
+            if n % 700 == 0:
+                file.write("broken\n")
+    (folder / "b.txt").write_text(" ".join(draw.choices(words, k=60_000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The dataset of an undisturbed run, as {name: bytes}."""
+    path = tmp_path_factory.mktemp("whole") / "dataset"
+    run.prepare(options(corpus, path, workers=1, range_bytes=500_000), Console(quiet=True))
+    return content(path)
+
+
+def options(corpus, output, **changes):
+    return PrepareOptions((str(corpus),), output, **{"vocab_size": 500, **changes})
+
+
+def content(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def start(corpus, output, workers=2):
+    arguments = [str(corpus), "--output", str(output), "--vocab-size", "500", "--workers", str(workers)]
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_ranges(output, number, process):
+    """Wait until `number` ranges are committed."""
+    until = time.monotonic() + 120
+    while len(list(output.glob(".work/*/ranges/*.json"))) < number:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_path):
+    run.prepare(options(corpus, tmp_path / "d", workers=3, range_bytes=100_000), Console(quiet=True))
+    assert content(tmp_path / "d") == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole, tmp_path, number):
+    output = tmp_path / "d"
+    process = start(corpus, output)
+    wait_for_ranges(output, 2, process)
+    process.send_signal(number)
+    sent = time.monotonic()
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, printed
+    assert time.monotonic() - sent < 20  # a second or two where the machine is free
+    assert f"stopped by {number.name}; what is done is kept" in printed
+    assert [p.name for p in output.iterdir()] == [".work"]
+    again = start(corpus, output)
+    printed = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, printed
+    assert "ranges were done before" in printed
+    assert content(output) == whole
+
+
+def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
+    output, draw, kills = tmp_path / "d", random.Random(5), 0
+    for _ in range(6):
+        process = start(corpus, output)
+        time.sleep(draw.uniform(0.3, 4.0))
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+        visible = {p.name for p in output.iterdir()} - {".work"} if output.exists() else set()
+        assert not visible or "manifest.json" in visible
+    process = start(corpus, output)
+    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert content(output) == whole
+    assert kills >= 1
+
+
+def test_a_dead_worker_is_told_and_the_next_run_continues(corpus, whole, tmp_path):
+    output = tmp_path / "d"
+    process = start(corpus, output)
+    wait_for_ranges(output, 1, process)
+    worker = next(iter(output.glob(".work/*/ranges/worker-*")))
+    os.kill(int(worker.name.split("-")[1]), signal.SIGKILL)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, printed
+    assert "a worker process died" in printed
+    assert start(corpus, output).wait(timeout=120) == 0
+    assert content(output) == whole
+
+
+def test_a_workers_error_is_the_callers(tmp_path):
+    good = b"".join(json.dumps({"text": f"line {n}"}).encode() + b"\n" for n in range(2000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(good)[:-20])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read to its end"):
+        run.prepare(PrepareOptions((str(tmp_path),), tmp_path / "d", "bytes"), Console(quiet=True))
+
+
+def test_a_full_disk_in_a_worker_is_a_sentence(corpus, small_disk):
+    with pytest.raises(ShoalError, match="the disk is full: cannot write"):
+        run.prepare(
+            options(corpus, small_disk / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True)
+        )
+    assert [p.name for p in (small_disk / "d").iterdir()] == [".work"]
+
+
+def test_the_command_prints_a_table_and_writes_json(corpus, tmp_path, capsys):
+    output = str(tmp_path / "d")
+    arguments = [str(corpus), "--output", output, "--tokenizer", "bytes", "--json", str(tmp_path / "j.json")]
+    app(["prepare", *arguments], result_action="return_value")
+    printed = capsys.readouterr().out
+    for word in ("documents", "tokens", "train", "validation", "test", "MB/s", "rejected 3", "vocabulary"):
+        assert word in printed
+    record = json.loads((tmp_path / "j.json").read_text())
+    assert record["manifest"]["counters"]["documents_kept"] == 1501
+    assert record["seconds"] > 0
+
+
+def test_help_teaches_with_examples(capsys):
+    app(["prepare", "--help"], result_action="return_value")
+    printed = capsys.readouterr().out
+    assert "Example: shoal prepare stdlib --output datasets/stdlib" in printed
+    assert "--max-rejected-share" in printed
+
+
+def test_the_engines_usage_reporting_is_off_before_its_import(corpus, tmp_path, monkeypatch):
+    """A stand-in for Daft, first on the path, writes down what it would see."""
+    (tmp_path / "daft.py").write_text(
+        "import json, os\n"
+        f"open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
+        "raise SystemExit('not the real one')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ShoalError, match="engine failed; what was done is kept:\nnot the real one"):
+        run.prepare(options(corpus, tmp_path / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True))
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["DO_NOT_TRACK"], seen["DAFT_ANALYTICS_ENABLED"]) == ("1", "0")
+    assert "daft" not in sys.modules
+
+
+def test_an_engine_that_is_not_installed_is_a_sentence(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "daft", None)
+    with pytest.raises(ShoalError, match="needs Daft") as error:
+        run.prepare(options(corpus, tmp_path / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True))
+    assert error.value.hint == "pip install 'shoal[data]'"
