@@ -1,14 +1,18 @@
-"""A run to generate from, made once."""
+"""A run to generate from, made once; one thread, as tiny tensors lose by more."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.models.conftest import one_thread  # noqa: F401
 from tests.tiny_dataset import random_dataset
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +33,5 @@ def trained_run(tmp_path_factory) -> Path:
         folder / "run",
         *settings,
     ]
-    subprocess.run(list(map(str, command)), check=True, timeout=120, capture_output=True)
+    subprocess.run(list(map(str, command)), check=True, timeout=120, capture_output=True, env=ONE_THREAD)
     return folder / "run"

@@ -11,6 +11,7 @@ from shoal.errors import DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.terminal import Wish, answer, answer_file, converse, read_prompts, run
+from tests.infer.conftest import ONE_THREAD
 
 WISH = Wish(Sampling(greedy=True), max_tokens=5)
 
@@ -113,7 +114,9 @@ def test_arguments_that_exclude_each_other_are_refused(tmp_path):
 
 def generate(run_folder, *arguments, stdin=""):
     command = [sys.executable, "-m", "shoal", "generate", str(run_folder), *arguments]
-    return subprocess.run(command, input=stdin.encode(), capture_output=True, timeout=60, check=False)
+    return subprocess.run(
+        command, input=stdin.encode(), capture_output=True, timeout=60, check=False, env=ONE_THREAD
+    )
 
 
 def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
