@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from shoal.config.sections import Model
@@ -30,3 +32,17 @@ def test_a_vocabulary_smaller_than_the_data_is_refused():
     ):
         resolve_shape(Model(vocab_size=10), 11)
     assert resolve_shape(Model(vocab_size=12), 11).vocab_size == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"d_model": 32, "n_heads": 5}, "model.d_model = 32 is not divisible by model.n_heads = 5"),
+        ({"style": "llama", "d_model": 30, "n_heads": 10}, "= 3 is odd: RoPE turns pairs"),
+        ({"n_heads": 12, "n_kv_heads": 4}, "grouped-query attention belongs to model.style = llama"),
+        ({"style": "llama", "n_heads": 12, "n_kv_heads": 5}, "is not divisible by model.n_kv_heads = 5"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        resolve_shape(Model(**settings), 100)

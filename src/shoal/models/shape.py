@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.config.rules import divisors_near
 from shoal.config.sections import Model
 from shoal.errors import ConfigError
 
@@ -41,8 +42,9 @@ class ModelShape:
 def resolve_shape(model: Model, vocab_size: int) -> ModelShape:
     """Resolve what `model` leaves to be derived; `vocab_size` is the dataset's or the checkpoint's.
 
-    A ConfigError refuses a model.vocab_size too small for it; config.rules checks the heads.
+    A ConfigError refuses a model.vocab_size too small for it, and heads that do not divide.
     """
+    _check_heads(model)
     if 0 < model.vocab_size < vocab_size:
         raise ConfigError(
             f"model.vocab_size = {model.vocab_size} is smaller than the data's vocabulary of {vocab_size}",
@@ -66,6 +68,29 @@ def resolve_shape(model: Model, vocab_size: int) -> ModelShape:
         dropout=model.dropout,
         attention_dropout=model.attention_dropout,
     )
+
+
+def _check_heads(model: Model) -> None:
+    if model.d_model % model.n_heads:
+        raise ConfigError(
+            f"model.d_model = {model.d_model} is not divisible by model.n_heads = {model.n_heads}",
+            hint=f"use model.n_heads = {divisors_near(model.n_heads, model.d_model)}",
+        )
+    if model.style == "llama" and (model.d_model // model.n_heads) % 2:
+        raise ConfigError(
+            f"model.d_model / model.n_heads = {model.d_model // model.n_heads} is odd: RoPE turns pairs",
+            hint="choose n_heads so that d_model / n_heads is even",
+        )
+    if model.style == "gpt2" and model.n_kv_heads not in (0, model.n_heads):
+        raise ConfigError(
+            f"model.n_kv_heads = {model.n_kv_heads}: grouped-query attention belongs to model.style = llama",
+            hint="use model.n_kv_heads = 0, or model.style = llama",
+        )
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        raise ConfigError(
+            f"model.n_heads = {model.n_heads} is not divisible by model.n_kv_heads = {model.n_kv_heads}",
+            hint=f"use model.n_kv_heads = {divisors_near(model.n_kv_heads, model.n_heads)}",
+        )
 
 
 def _default_d_ff(model: Model) -> int:
