@@ -231,8 +231,13 @@ def see_resume(run: Run, expected: str | None, resumes: int) -> str | None:
     return run.resumed()[-1]
 
 
-def storm(kills: int, seed: int, folder: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Strike `kills` times over as many runs as it takes; compare each with an undisturbed one."""
+def storm(
+    kills: int, seed: int, folder: Path, *, limit_s: float = 1e9, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Strike `kills` times over as many runs as it takes; compare each with an undisturbed one.
+
+    After `limit_s` seconds no further strike is begun.
+    """
     dice = random.Random(seed)
     started = time.monotonic()
     data = random_dataset(folder / "data")
@@ -240,10 +245,14 @@ def storm(kills: int, seed: int, folder: Path, say: Callable[[str], None] = prin
     wait_until(lambda: undisturbed.launcher.poll() is not None, "end of the undisturbed run")
     assert undisturbed.done(), "the undisturbed run failed"
     events: list[dict[str, Any]] = []
+
+    def striking() -> bool:
+        return len(events) < kills and time.monotonic() - started < limit_s
+
     for number in itertools.count(1):
         run = Run(folder / f"run-{number}", data)
         try:
-            while len(events) < kills and (event := strike(run, dice)) is not None:
+            while striking() and (event := strike(run, dice)) is not None:
                 events.append(event)
                 say(f"{len(events):4d} {event}")
             wait_until(lambda run=run: run.launcher.poll() is not None, "end of the run")  # type: ignore[misc]
@@ -251,7 +260,7 @@ def storm(kills: int, seed: int, folder: Path, say: Callable[[str], None] = prin
             run.launcher.terminate()
         assert run.done(), f"{run.folder} ended with {run.launcher.returncode}"
         assert run.digests() == undisturbed.digests(), f"{run.folder}: the final tensors differ"
-        if len(events) >= kills:
+        if not striking():
             return summary(events, number, seed, time.monotonic() - started)
     raise AssertionError("unreachable")
 
@@ -279,6 +288,7 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
         "took_s": round(took_s, 1),
         "options": OPTIONS,
         "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "load_average_at_the_end": [round(load, 1) for load in os.getloadavg()],
         "versions": {
             "python": platform.python_version(),
             "torch": version("torch"),
@@ -299,10 +309,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no strike after this many seconds")
     parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "kill_storm.json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
-        record = storm(given.kills, given.seed, Path(folder), say=lambda line: print(line, flush=True))
+        record = storm(
+            given.kills,
+            given.seed,
+            Path(folder),
+            limit_s=given.limit_s,
+            say=lambda line: print(line, flush=True),
+        )
     given.record.parent.mkdir(exist_ok=True)
     given.record.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,18 +104,6 @@ def test_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_old_one(
         assert poll == wait
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000010", "LATEST"}
     assert (tmp_path / "LATEST").read_text() == "10\n"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can mount the small disk that this needs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_really_full_disk_leaves_the_old_checkpoint(pool: Pool, small_disk: Path):
