@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from shoal.models.loss import cross_entropy_sum
 
 
 def loss_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     """Return the summed cross entropy in nats, fp32; padded columns of the logits are -inf."""
-    return F.cross_entropy(logits_btv.float().flatten(0, 1), targets_bt.flatten(), reduction="sum")
+    return cross_entropy_sum(logits_btv.flatten(0, 1), targets_bt.flatten())
 
 
 def perplexity(loss: float) -> float:

@@ -62,7 +62,7 @@ def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[
         "lines": lines,
         "weights": {name: p.detach().numpy().copy() for name, p in job.replicated.bare.named_parameters()},
         "moments": {
-            name: {key: value.numpy().copy() for key, value in job.optimiser.state[p].items()}
+            name: {key: value.numpy().copy() for key, value in job.optimiser.state_of(p).items()}
             for name, p in job.replicated.bare.named_parameters()
         },
     }

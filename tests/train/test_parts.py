@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from shoal.train.optimiser import build_optimiser, clip_gradients, optimiser_ten
 from shoal.train.schedule import learning_rate
 from tests.train.ranks import tiny_config
 
+NONE = np.array([], dtype=np.int64)
 CPU = Device(torch.device("cpu"), "gloo", "CPU")
 
 
@@ -77,11 +79,14 @@ def test_a_missing_gradient_is_noticed(model):
 
 def test_optimiser_state_exists_before_the_first_step_and_changes_no_weight(model):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimiser = build_optimiser(model, Optimizer())
-    state = optimiser_tensors(model, optimiser)
-    assert set(state) == {f"{n}.{k}" for n in before for k in ("step", "exp_avg", "exp_avg_sq")}
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert optimiser.param_groups[0]["lr"] == Optimizer().lr
+    keys = {"adamw": 3 * len(before), "sgd": len(before), "muon": 3 * len(before) - 2 * 12}
+    for name, count in keys.items():
+        optimiser = build_optimiser(model, Optimizer(name=name))
+        state = optimiser_tensors(model, optimiser)
+        assert len(state) == count
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert "blocks.0.mlp.up.weight.momentum_buffer" in state
+    assert "embed.weight.exp_avg" in state
 
 
 def guard(tmp_path, **settings):
@@ -92,30 +97,30 @@ def guard(tmp_path, **settings):
 @pytest.mark.parametrize(("action", "allowed"), [("warn", True), ("skip", False)])
 def test_a_loss_that_is_not_finite_is_handled_as_set(tmp_path, loss, norm, action, allowed):
     judge = guard(tmp_path, nonfinite=action)
-    assert judge.allows(7, loss, norm, [1, 2]) is allowed
+    assert judge.allows(7, loss, norm, np.array([1, 2])) is allowed
     incident = json.loads((tmp_path / "incidents.jsonl").read_text())
     assert (incident["step"], incident["action"], incident["samples"]) == (7, action, [1, 2])
 
 
 def test_stop_raises_and_says_what_to_do(tmp_path):
     with pytest.raises(ShoalError, match="step 7: loss or gradient norm is not finite") as caught:
-        guard(tmp_path, nonfinite="stop").allows(7, math.nan, 1.0, [])
+        guard(tmp_path, nonfinite="stop").allows(7, math.nan, 1.0, NONE)
     assert "incidents.jsonl" in caught.value.hint
 
 
 def test_a_spike_is_judged_against_the_running_mean(tmp_path):
     judge = guard(tmp_path, spike="skip", spike_factor=2.0)
-    assert all(judge.allows(step, 3.0, 1.0, []) for step in range(1, 31))
+    assert all(judge.allows(step, 3.0, 1.0, NONE) for step in range(1, 31))
     assert judge.mean == pytest.approx(3.0)
-    assert judge.allows(31, 5.9, 1.0, [])
-    assert not judge.allows(32, 6.5, 1.0, [])
+    assert judge.allows(31, 5.9, 1.0, NONE)
+    assert not judge.allows(32, 6.5, 1.0, NONE)
     assert judge.mean < 3.2
 
 
 def test_a_resumed_guard_judges_alike(tmp_path):
     first, second = guard(tmp_path), guard(tmp_path)
     for step in range(1, 31):
-        first.allows(step, 3.0 + step / 100, 1.0, [])
+        first.allows(step, 3.0 + step / 100, 1.0, NONE)
     second.load(json.loads(json.dumps(first.state())))
     assert (second.mean, second.seen) == (first.mean, first.seen)
 
@@ -146,3 +151,48 @@ def test_an_unknown_device_has_no_mfu():
     rates = Rates(1000, world_size=1, flops_per_token=100, matmul_flops=1e6, peak_flops=None)
     rates.add(1.0, {})
     assert rates.take()["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", [0.5, 1.0, 1.0 - 0.9 / 8, 1.0 - 1.8 / 8]),
+        ("constant", [0.5, 1.0, 1.0, 1.0]),
+        ("inverse_sqrt", [0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
+        ("wsd", [0.5, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_each_kind_of_schedule_starts_as_it_should(kind, expected):
+    settings = config(
+        train={"steps": 10},
+        optimizer={"lr": 1.0},
+        schedule={"kind": kind, "warmup_steps": 2, "min_lr": 0.1, "wsd_decay_fraction": 0.5},
+    )
+    assert rates(settings)[:4] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_no_schedule_falls_below_the_minimum_or_rises_again(kind):
+    settings = config(
+        train={"steps": 1000},
+        optimizer={"lr": 1.0},
+        schedule={"kind": kind, "warmup_steps": 0, "warmup_fraction": 0.1, "min_lr": 0.4, "decay_steps": 500},
+    )
+    got = [learning_rate(settings, step) for step in range(1, 2000)]
+    assert got[49] == 1.0
+    assert min(got[49:]) >= 0.4
+    assert got[49:] == sorted(got[49:], reverse=True)
+    if kind in ("cosine", "linear", "wsd"):
+        assert got[499] == 0.4
+
+
+def test_wsd_decays_linearly_in_its_last_part():
+    settings = config(
+        train={"steps": 100},
+        optimizer={"lr": 1.0},
+        schedule={"kind": "wsd", "warmup_steps": 0, "min_lr": 0.0},
+    )
+    got = rates(settings)
+    assert got[79] == pytest.approx(1.0)
+    assert got[89] == pytest.approx(0.5)
+    assert got[99] == 0.0

@@ -63,6 +63,12 @@ def _check_lengths(config: Config) -> None:
             f"optimizer.lr = {config.optimizer.lr:g}",
             hint="lower schedule.min_lr",
         )
+    if config.schedule.warmup_steps and config.schedule.warmup_fraction:
+        raise ConfigError(
+            f"schedule.warmup_steps = {config.schedule.warmup_steps} and schedule.warmup_fraction = "
+            f"{config.schedule.warmup_fraction:g} are both given",
+            hint="leave one of them out",
+        )
     decay = config.schedule.decay_steps or config.train.steps
     if config.schedule.warmup_steps > decay:
         raise ConfigError(

@@ -85,14 +85,18 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """AdamW; weight decay touches matrices and embeddings, never biases and norms."""
+    """Weight decay touches matrices and embeddings, never biases and norms."""
 
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: momentum made orthogonal for the matrices of the blocks, AdamW for everything else."""
     lr: PositiveFloat = 6e-4
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Momentum of sgd and muon; muon's is Nesterov's."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
@@ -102,21 +106,49 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Linear warm-up to the peak, cosine decay to min_lr, then min_lr for ever."""
+    """Linear warm-up to the peak, a decay that ends at min_lr, then min_lr for ever."""
 
+    kind: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "inverse_sqrt",
+        "wsd",
+        "megatron_cosine",
+        "megatron_linear",
+        "megatron_constant",
+    ] = "cosine"
+    """wsd: warm-up, stable at the peak, linear decay at the end. megatron_*: the rule of Megatron-LM of 2021,
+    which counts only steps that were taken, starts at 0, and neither ends at min_lr nor stays there."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up; the first step already has lr = peak / warmup_steps."""
+    warmup_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Warm-up as a fraction of decay_steps, in place of warmup_steps."""
     decay_steps: NonNegativeInt = 0
     """Step at which the decay reaches min_lr; 0 means train.steps."""
+    wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Last part of decay_steps in which wsd decays."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay and after it."""
+    """Learning rate at the end of the decay and after it; only megatron_* go below it after warm-up."""
 
 
 class Precision(Section):
     """Number format of the matrix products; weights and optimiser state are fp32."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the selected device has it natively, else fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients travel between replicas."""
+    loss_scale: PositiveFloat | None = None
+    """fp16: a fixed loss scale; unset means a dynamic one."""
+    initial_scale: PositiveFloat = 65536.0
+    """fp16: where the dynamic scale starts."""
+    scale_window: PositiveInt = 1000
+    """fp16: steps without overflow after which the dynamic scale doubles."""
+    hysteresis: PositiveInt = 2
+    """fp16: the overflow, counted since the scale last grew, from which on each one halves the scale."""
+    min_scale: PositiveFloat = 1.0
+    """fp16: the dynamic scale never falls below this; an overflow there is for the guard to judge."""
 
 
 class Eval(Section):

@@ -13,8 +13,10 @@ class AllReduce:
     The sum is not divided: the loss already is, by the global number of tokens.
     """
 
-    def __init__(self) -> None:
-        self._in_flight: list[dist.Work] = []
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        """Let gradients travel as `dtype`; sums of another format than the gradients' are rounded to it."""
+        self._dtype = dtype
+        self._in_flight: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Take over the gradient exchange of a DDP model."""
@@ -22,8 +24,10 @@ class AllReduce:
 
     def wait(self) -> None:
         """Return when every bucket holds the sum over all replicas."""
-        for work in self._in_flight:
+        for work, sent, buffer in self._in_flight:
             work.wait()
+            if sent is not buffer:
+                buffer.copy_(sent)
         self._in_flight.clear()
 
     def after_step(self, step: int) -> None:
@@ -31,9 +35,10 @@ class AllReduce:
 
     def _start(self, _state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        work = dist.all_reduce(buffer, async_op=True)
+        sent = buffer.to(self._dtype)  # the buffer itself where the format is its own
+        work = dist.all_reduce(sent, async_op=True)
         assert work is not None, "this rank is in no group"
-        self._in_flight.append(work)
+        self._in_flight.append((work, sent, buffer))
         # DDP only keeps a reference to the buffer; nobody reads it before `wait`.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None

@@ -28,9 +28,12 @@ class Replicated:
         return self.forward.no_sync()
 
 
-def apply(model: Decoder, process: Process) -> Replicated:
+_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def apply(model: Decoder, process: Process, reduce_dtype: str) -> Replicated:
     """Wrap a materialised model for data parallelism. Collective over the world."""
-    sync = AllReduce()
+    sync = AllReduce(_REDUCE_DTYPES[reduce_dtype])
     if process.world_size == 1:
         return Replicated(model, model, sync)
     wrapped = DistributedDataParallel(

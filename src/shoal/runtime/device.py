@@ -73,6 +73,8 @@ def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
             "it would be far slower than fp32",
             hint="use precision.dtype = fp32 (or auto)",
         )
+    if setting == "fp16":
+        return torch.float16
     return torch.bfloat16 if setting == "bf16" or (setting == "auto" and native) else torch.float32
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from shoal.config.sections import Guard as GuardSettings
 from shoal.errors import ShoalError
@@ -26,7 +27,7 @@ class LossGuard:
         self.mean = 0.0
         self.seen = 0
 
-    def allows(self, step: int, loss: float, grad_norm: float, samples: Sequence[int]) -> bool:
+    def allows(self, step: int, loss: float, grad_norm: float, samples: np.ndarray) -> bool:
         """Say whether to take the optimiser step; raise ShoalError where the settings say stop.
 
         Anything odd goes into incidents.jsonl with the places in the run of the step's samples.
@@ -43,7 +44,7 @@ class LossGuard:
                 "loss": repr(loss),
                 "grad_norm": repr(grad_norm),
                 "running_mean": self.mean,
-                "samples": list(samples),
+                "samples": samples.tolist(),
             }
         )
         if action == "stop":

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, TokenSplit
@@ -21,7 +19,7 @@ from shoal.tasks.gpt import EvalSet, Gpt
 from shoal.train.clock import StepClock
 from shoal.train.guard import LossGuard
 from shoal.train.metrics import Metrics
-from shoal.train.optimiser import build_optimiser
+from shoal.train.optimiser import Optimiser, build_optimiser
 from shoal.train.precision import Precision
 from shoal.train.request import Request
 
@@ -37,7 +35,7 @@ class Job:
     shape: ModelShape
     task: Gpt
     replicated: Replicated
-    optimiser: torch.optim.Optimizer
+    optimiser: Optimiser
     precision: Precision
     validation: EvalSet | None
     test: EvalSet | None
@@ -46,6 +44,7 @@ class Job:
     metrics: Metrics
     checkpoints: CheckpointStore
     stop: Stop
+    skipped: int = 0  # steps left out so far, by fp16 overflow or by the guard
     saved_step: int = 0  # of the newest checkpoint that was committed or is being written
     evaluation_pending: bool = False  # a stop came before the validation of the newest step was done
     lineage: tuple[dict[str, object], ...] = ()  # the checkpoints that the weights come from
@@ -61,7 +60,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     shape = resolve_shape(request.config.model, datasets[0].vocab_size)
     config = _with_vocabulary(request.config, shape.vocab_size)
     device = process.device.torch_device
-    precision = Precision(config.precision.dtype, device)
+    precision = Precision(config.precision, device)
     loader = _make_loader(config, datasets, process)
     model = build_decoder(shape, config.train.seed, device)
     clock = StepClock(process.device)
@@ -75,7 +74,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
             loader, seed=config.train.seed, micro_batch_size=config.train.micro_batch_size, device=device
         ),
         optimiser=build_optimiser(model, config.optimizer),
-        replicated=apply(model, process),
+        replicated=apply(model, process, config.precision.reduce_dtype),
         precision=precision,
         validation=_eval_set(config, datasets, "validation"),
         test=_eval_set(config, datasets, "test"),

@@ -24,11 +24,16 @@ def train(job: Job) -> bool:
             batch = job.task.batch(step)
         loss = forward_backward(job, batch)
         grad_norm = clip(job)
-        applied = job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step).tolist())
-        if applied:
-            update(job, step)
+        applied = update(job, step, loss, grad_norm)
         job.replicated.sync.after_step(step)
-        job.metrics.record(step, loss=loss, grad_norm=grad_norm, applied=applied)
+        job.metrics.record(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            applied=applied,
+            skipped=job.skipped,
+            scale=job.precision.scaler.scale,
+        )
         if validation_is_due(job, step):
             validate(job, step)
         if save_is_due(job, step):

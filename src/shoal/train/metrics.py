@@ -57,8 +57,13 @@ class Metrics:
             ]
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def record(self, step: int, *, loss: float, grad_norm: float, applied: bool) -> None:
-        """Record one optimiser step. Collective over the world on log steps, for the memory of all ranks."""
+    def record(
+        self, step: int, *, loss: float, grad_norm: float, applied: bool, skipped: int, scale: float
+    ) -> None:
+        """Record one optimiser step; `skipped` counts those left out so far, this one included.
+
+        Collective over the world on log steps, for the memory of all ranks.
+        """
         seconds = self._clock.end()
         self.rates.add(seconds, self._clock.phases)
         self.last_loss = loss if math.isfinite(loss) else None
@@ -67,8 +72,10 @@ class Metrics:
             "tokens": step * self.rates.tokens_per_step,
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": learning_rate(self._config, step),
+            "lr": learning_rate(self._config, step, skipped - (not applied)),
             "applied": applied,
+            "skipped": skipped,
+            "loss_scale": scale,
             "seconds": seconds,
             **{f"{name}_s": value for name, value in self._clock.phases.items()},
         }
@@ -106,11 +113,13 @@ class Metrics:
             f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
             for name, short in zip(PHASES, _SHORT, strict=True)
         )
+        fp16 = f" | loss scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
+        left_out = f" | {line['skipped']} steps skipped" if line["skipped"] else ""
         return (
             f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | "
             f"lr {line['lr']:.2e} | loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | "
             f"{line['tokens_per_s']:,.0f} tokens/s | MFU {mfu:.0%} of {basis} | memory {memory} GB | "
-            f"{_duration(left_s)} left | {split}"
+            f"{_duration(left_s)} left | {split}{fp16}{left_out}"
         )
 
     def _write(self, line: dict[str, Any]) -> None:

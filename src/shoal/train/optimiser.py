@@ -1,8 +1,9 @@
-"""AdamW with its parameter groups, the gradient norm, and the optimiser's state by name."""
+"""Optimisers with their parameter groups, the gradient norm, and the optimiser's state by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,57 +11,102 @@ from torch import Tensor, nn
 from shoal.config.sections import Optimizer
 
 
-def build_optimiser(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """Make fused AdamW; matrices and embeddings decay, biases and norms do not."""
-    parameters = list(model.parameters())
+class Optimiser:
+    """One or two torch optimisers that share the parameters of a model and take their steps together."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All groups of parameters."""
+        return [group for part in self._parts for group in part.param_groups]
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the tensors that go with a parameter; none before the first step."""
+        states = (part.state[parameter] for part in self._parts if parameter in part.state)
+        return {key: value for state in states for key, value in state.items() if isinstance(value, Tensor)}
+
+    def step(self, rate: float) -> None:
+        """Take a step at a learning rate."""
+        for group in self.param_groups:
+            group["lr"] = rate
+        for part in self._parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+
+def build_optimiser(model: nn.Module, config: Optimizer) -> Optimiser:
+    """Make the optimiser of the configuration; matrices and embeddings decay, biases and norms do not.
+
+    Muon (K. Jordan and others, 2024; torch's own) takes the matrices of the blocks, at AdamW's step size
+    (Moonshot's rule: 0.2 sqrt(max(rows, columns))); embeddings, head, biases and norms stay with AdamW.
+    """
+    named = dict(model.named_parameters())
+    matrices = {name for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    muon = matrices if config.name == "muon" else set()
+    rest = [p for name, p in named.items() if name not in muon]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    if config.name == "sgd":
+        return Optimiser([torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)])
+    betas = (config.beta1, config.beta2)
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    ]
+    if muon:
+        parts.append(
+            torch.optim.Muon(
+                [named[name] for name in sorted(muon)],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return Optimiser(parts)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale gradients to a global norm of at most `limit` (0: leave them); return the norm before."""
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, scale: float = 1.0) -> float:
+    """Divide gradients by `scale`, then clip to a global norm of at most `limit` (0: leave them).
+
+    Returns the norm between the two; where it is not finite, the gradients are of no use.
+    """
     parameters = list(parameters)
-    missing = [p for p in parameters if p.grad is None]
-    assert not missing, f"{len(missing)} of {len(parameters)} parameters have no gradient"
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    assert len(gradients) == len(parameters), (
+        f"{len(parameters) - len(gradients)} of {len(parameters)} parameters have no gradient"
+    )
+    if scale != 1.0:
+        torch._foreach_div_(gradients, scale)
+    norm = torch.nn.utils.get_total_norm(gradients)
     if limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return float(norm)
 
 
-def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next step."""
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-
-
-def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimiser_tensors(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
     """Return the optimiser's state as {parameter name.key: tensor}, making it where it is not yet there."""
-    if not optimiser.state:
-        _make_state(optimiser)
+    named = dict(model.named_parameters())
+    if not any(optimiser.state_of(p) for p in named.values()):
+        _make_state(list(named.values()), optimiser)
     return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimiser.state[parameter].items()
+        f"{name}.{key}": value for name, p in named.items() for key, value in optimiser.state_of(p).items()
     }
 
 
-def _make_state(optimiser: torch.optim.Optimizer) -> None:
+def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
     """Take a step of rate 0 on zero gradients: torch makes the state lazily and offers no other way.
 
     The state then counts one step; it is only used to be overwritten by a checkpoint's.
     """
-    rates = [group["lr"] for group in optimiser.param_groups]
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    set_learning_rate(optimiser, 0.0)
-    optimiser.step()
-    optimiser.zero_grad(set_to_none=True)
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
-        group["lr"] = rate
+    optimiser.step(0.0)
+    optimiser.zero_grad()

@@ -8,6 +8,7 @@ from shoal.config.sections import Config
 from shoal.models.counts import count_parameters
 from shoal.runtime.log import log
 from shoal.train.job import Job
+from shoal.train.schedule import horizon, warmup_steps
 
 
 def print_page(job: Job) -> None:
@@ -73,11 +74,11 @@ def _batch(job: Job) -> list[tuple[str, str]]:
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
     config = job.config
-    end = config.schedule.decay_steps or config.train.steps
     return [
         (
             "schedule",
-            f"{config.schedule.warmup_steps} warm-up steps to lr {config.optimizer.lr:g}, cosine to "
-            f"{config.schedule.min_lr:g} at step {end}",
+            f"{config.schedule.kind}: {warmup_steps(config)} warm-up steps to lr {config.optimizer.lr:g}, "
+            f"down to {config.schedule.min_lr:g} at step {horizon(config)}",
         ),
+        ("optimiser", config.optimizer.name),
     ]

@@ -41,6 +41,8 @@ def resume(job: Job) -> int:
         )
     job.checkpoints.load(checkpoint, _tensors(job))
     job.guard.load(state["guard"])
+    job.precision.scaler.load(state["scaler"])
+    job.skipped = int(state["skipped"])
     job.lineage = tuple(state["lineage"])
     job.evaluation_pending = bool(state["evaluation_pending"])
     job.saved_step = step
@@ -88,6 +90,8 @@ def _state(job: Job, step: int) -> dict[str, Any]:
         "eod_id": job.datasets[0].eod_id,
         "world_size": job.process.world_size,
         "guard": job.guard.state(),
+        "scaler": job.precision.scaler.state(),
+        "skipped": job.skipped,
         "evaluation_pending": job.evaluation_pending,
         "lineage": list(job.lineage),
         "versions": {"shoal": importlib.metadata.version("shoal"), "torch": torch.__version__},

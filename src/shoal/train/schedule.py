@@ -1,22 +1,60 @@
-"""The learning rate of a step."""
+"""The learning rate of a step: warm-up, then one of several decays."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from shoal.config.sections import Config
+from shoal.config.sections import Config, Schedule
+
+# Each maps progress through the decay, in (0, 1), to the height above min_lr, from 1 to 0.
+_SHAPES: dict[str, Callable[[float, Schedule], float]] = {
+    "cosine": lambda progress, schedule: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress, schedule: 1.0 - progress,
+    "wsd": lambda progress, schedule: min(1.0, (1.0 - progress) / schedule.wsd_decay_fraction),
+}
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """Return the rate of optimiser step `step` (1-based): linear warm-up, cosine to min_lr, then min_lr.
+def warmup_steps(config: Config) -> int:
+    """Return the steps of warm-up, given as such or as a fraction of the horizon."""
+    schedule = config.schedule
+    return schedule.warmup_steps or round(schedule.warmup_fraction * horizon(config))
 
-    The last warm-up step and the next one have the peak; step decay_steps has min_lr.
+
+def horizon(config: Config) -> int:
+    """Return the step at which the decay ends."""
+    return config.schedule.decay_steps or config.train.steps
+
+
+def learning_rate(config: Config, step: int, skipped: int = 0) -> float:
+    """Return the rate of optimiser step `step` (1-based), `skipped` steps before it having been left out.
+
+    Skipped steps matter to the megatron_* kinds only. The last warm-up step and the next one have the peak;
+    the step at the horizon and all later ones have min_lr, where the kind decays to it.
     """
-    peak, low = config.optimizer.lr, config.schedule.min_lr
-    warmup, end = config.schedule.warmup_steps, config.schedule.decay_steps or config.train.steps
+    peak, low, kind = config.optimizer.lr, config.schedule.min_lr, config.schedule.kind
+    if kind.startswith("megatron_"):
+        return _megatron(config, step - 1 - skipped)
+    warmup, end = warmup_steps(config), horizon(config)
     if step <= warmup:
         return peak * step / warmup
+    if kind == "constant":
+        return peak
+    if kind == "inverse_sqrt":
+        return max(low, peak * math.sqrt(max(warmup, 1) / step))
     if step >= end:
         return low
-    progress = (step - warmup) / (end - warmup)
-    return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return low + (peak - low) * _SHAPES[kind]((step - warmup) / (end - warmup), config.schedule)
+
+
+def _megatron(config: Config, taken: int) -> float:
+    """Return the rate after `taken` steps by AnnealingLR of Megatron-LM, 2021; the first step has rate 0."""
+    peak, end = config.optimizer.lr, horizon(config)
+    warmup = config.schedule.warmup_steps or config.schedule.warmup_fraction * end
+    if warmup > 0 and taken <= warmup:
+        return peak * taken / warmup
+    if config.schedule.kind == "megatron_linear":
+        return peak * (end - (taken - warmup)) / end
+    if config.schedule.kind == "megatron_cosine":
+        return peak / 2 * (math.cos(math.pi * (taken - warmup) / end) + 1)
+    return peak

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from shoal.data.loader import Batch
 from shoal.train.job import Job
-from shoal.train.optimiser import clip_gradients, set_learning_rate
+from shoal.train.optimiser import clip_gradients
 from shoal.train.schedule import learning_rate
 
 
@@ -16,7 +18,7 @@ def forward_backward(job: Job, batch: Batch) -> float:
     Losses are summed and divided once, by the global number of tokens, so no layout changes the result.
     Collective over the world.
     """
-    job.optimiser.zero_grad(set_to_none=True)
+    job.optimiser.zero_grad()
     total = torch.zeros((), device=job.process.device.torch_device)
     with job.clock.phase("data"):
         micro_batches = job.task.micro_batches(batch)
@@ -25,7 +27,7 @@ def forward_backward(job: Job, batch: Batch) -> float:
             with job.clock.phase("forward"), job.precision.autocast():
                 loss_sum = job.task.loss(job.replicated.forward, micro)
             with job.clock.phase("backward"):
-                (loss_sum / batch.global_tokens).backward()
+                (loss_sum * (job.precision.scaler.scale / batch.global_tokens)).backward()
         total += loss_sum.detach()
     with job.clock.phase("communication"):
         job.replicated.sync.wait()
@@ -33,13 +35,22 @@ def forward_backward(job: Job, batch: Batch) -> float:
 
 
 def clip(job: Job) -> float:
-    """Clip the gradients to the global norm that the configuration allows; return the norm before."""
+    """Take the loss scale out and clip to the global norm allowed; return the norm before clipping."""
     with job.clock.phase("optimiser"):
-        return clip_gradients(job.replicated.bare.parameters(), job.config.optimizer.clip)
+        parameters = job.replicated.bare.parameters()
+        return clip_gradients(parameters, job.config.optimizer.clip, job.precision.scaler.scale)
 
 
-def update(job: Job, step: int) -> None:
-    """Take the optimiser step at the rate of the schedule."""
+def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
+    """Take the optimiser step, unless fp16 overflowed or the guard objects; return whether it was taken.
+
+    Collective over the world.
+    """
+    overflow = job.process.any(not math.isfinite(grad_norm))
+    left_out = job.precision.scaler.update(overflow)
+    if left_out or not job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step)):
+        job.skipped += 1
+        return False
     with job.clock.phase("optimiser"):
-        set_learning_rate(job.optimiser, learning_rate(job.config, step))
-        job.optimiser.step()
+        job.optimiser.step(learning_rate(job.config, step, job.skipped))
+    return True
