@@ -16,7 +16,7 @@ TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/sho
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-8s %s\n", $$1, $$2}'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv and install (does nothing when nothing changed)
 
