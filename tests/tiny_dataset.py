@@ -18,7 +18,7 @@ EOD_ID = 256
 def write_dataset(
     folder: Path, splits: dict[str, list[np.ndarray]], vocab_size: int = VOCAB_SIZE, eod_id: int = EOD_ID
 ) -> Path:
-    """Write documents of ids as a dataset; each gets an end-of-document id. The tokenizer knows bytes only."""
+    """Write documents of ids as a dataset; each gets an end-of-document id. The tokenizer knows bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {}
     dtype = token_dtype(vocab_size)
