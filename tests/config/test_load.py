@@ -44,6 +44,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
         ("[model]\nn_layer = 3", r"my.toml: unknown key model.n_layer\n  hint: did you mean 'n_layers'\?"),
         ("[model]\nn_layers = 0", r"my.toml: model.n_layers = 0: input should be greater than 0"),
         ('[model]\nn_layers = "many"', r"model.n_layers = 'many': input should be a valid integer"),
+        ("[precision]\nloss_scale = 0", "precision.loss_scale = 0: input should be greater than 0"),
         ("[model]\ndropout = 1.0", "model.dropout = 1.0: input should be less than 1"),
         ('[model]\nstyle = "gpt3"', "model.style = 'gpt3': input should be 'gpt2' or 'llama'"),
         ("model = 3", r"model must be a section: write \[model\]"),

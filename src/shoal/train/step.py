@@ -46,8 +46,9 @@ def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
 
     Collective over the world.
     """
-    overflow = job.process.any(not math.isfinite(grad_norm))
-    left_out = job.precision.scaler.update(overflow)
+    scaler = job.precision.scaler
+    overflow = scaler.dynamic and job.process.any(not math.isfinite(grad_norm))
+    left_out = scaler.update(overflow)
     if left_out or not job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step)):
         job.skipped += 1
         return False

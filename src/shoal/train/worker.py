@@ -46,6 +46,7 @@ def _train(request: Request) -> bool:
     stop.listen()
     job = build_job(request, process, stop)
     if process.rank == 0:
+        stopped_marker(request.run_dir).unlink(missing_ok=True)  # of an earlier start
         write_text(request.run_dir / "config.toml", to_toml(job.config))
         if process.seat.attempt == 0:
             print_page(job)
