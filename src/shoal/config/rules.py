@@ -18,6 +18,7 @@ def check(config: Config, world_size: int) -> None:
     """Refuse combinations that cannot work on world_size data-parallel ranks, naming what would."""
     _check_batch(config, world_size)
     _check_lengths(config)
+    _check_profile(config)
     weights, datasets = config.data.weights, config.data.datasets
     if weights and len(weights) != len(datasets):
         raise ConfigError(
@@ -75,4 +76,13 @@ def _check_lengths(config: Config) -> None:
             f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the schedule, which ends "
             f"at step {decay}",
             hint="use fewer warm-up steps or more train.steps",
+        )
+
+
+def _check_profile(config: Config) -> None:
+    window, steps = config.train.profile, config.train.steps
+    if window and not (len(window) == 2 and window[0] <= window[1] <= steps):
+        raise ConfigError(
+            f"train.profile = {list(window)} is no window of this run's {steps} steps",
+            hint=f"give the first and the last step, for example train.profile = [1, {min(3, steps)}]",
         )

@@ -82,6 +82,12 @@ class Train(Section):
     """Determines initial weights, data order and dropout."""
     log_every: PositiveInt = 10
     """Print a line every this many steps; metrics.jsonl has every step."""
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where each line of metrics.jsonl goes as well; each needs the extra of its name."""
+    project: str = "shoal"
+    """Project that the run belongs to at wandb and trackio."""
+    profile: tuple[PositiveInt, ...] = ()
+    """First and last step of a torch profiler trace, written into the run folder; empty means none."""
 
 
 class Optimizer(Section):
