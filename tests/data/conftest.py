@@ -39,7 +39,7 @@ def in_process(monkeypatch):
     def run_ranges(packed, spec, workers):
         worker = RangeWorker(spec)
         for value in packed:
-            yield worker.run(value, lambda: None)
+            yield worker.run(value, lambda read_bytes: None)
 
     monkeypatch.setattr(run, "run_ranges", run_ranges)
 

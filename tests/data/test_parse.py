@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.data.bytelevel import CUT_AFTER_WORD, CUT_ANYWHERE
+from shoal.data.prepare import parse
 from shoal.data.prepare.options import PrepareOptions
-from shoal.data.prepare.parse import Format, first_bad_byte, parse_range, refuse_wrong_key
+from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges
 from shoal.data.prepare.sources import find_sources
 from shoal.errors import DataError, InputError
@@ -167,8 +168,6 @@ def test_text_that_is_not_utf8_is_refused_with_place_and_reason(tmp_path):
 
 @pytest.mark.parametrize("cut_at", [1, 2, 3, 4, 5])
 def test_the_first_bad_byte_is_found_across_blocks(tmp_path, monkeypatch, cut_at):
-    from shoal.data.prepare import parse
-
     monkeypatch.setattr(parse, "_BLOCK", cut_at)
     path = tmp_path / "a.txt"
     for content in ["aä€𝔘".encode(), b"", b"abc"]:
@@ -192,6 +191,17 @@ def test_a_wrong_text_key_names_the_keys_seen(tmp_path, kind):
     source = sources_of(make(kind, tmp_path))[0]
     with pytest.raises(DataError, match=r"no key 'body'; keys seen: 'n', 'text'"):
         refuse_wrong_key(source, Format("body", None, None, None))
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "csv"])
+def test_the_place_in_a_file_that_is_one_stream_is_known(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(parse, "BATCH_ROWS", 1)
+    path = make(kind, tmp_path)
+    notes, source = Notes(), sources_of(path)[0]
+    work = plan_ranges([source], 1 << 20, separator=None, cuttable=True)[0]
+    for _ in parse_range(work, {0: source}, PLAIN, notes):
+        assert 0 < notes.read_bytes() <= source.size
+    assert Notes().read_bytes() == 0
 
 
 def test_a_delimiter_can_be_chosen(tmp_path):

@@ -84,6 +84,7 @@ def test_separate_files_take_the_place_of_a_share(tmp_path):
         ({"vocab_size": 300, "tokenizer": "gpt2"}, "with --tokenizer gpt2: that vocabulary is fixed"),
         ({"split": "0,1"}, "gives training nothing"),
         ({"delim": "||"}, "not one character"),
+        ({"delim": "\\n\\t"}, "not one character"),
         ({"separator": ""}, "--separator is empty"),
         ({"limit": 0}, "--limit 0 is below 1"),
         ({"workers": 0}, "--workers 0 is below 1"),
@@ -93,3 +94,8 @@ def test_separate_files_take_the_place_of_a_share(tmp_path):
 def test_an_option_that_cannot_be_is_a_sentence(tmp_path, changes, text):
     with pytest.raises(ConfigError, match=text):
         PrepareOptions(("a",), tmp_path, **changes)
+
+
+def test_a_shells_backslash_n_is_a_newline(tmp_path):
+    options = PrepareOptions(("a",), tmp_path, separator="\\n\\n", delim="\\t")
+    assert (options.separator, options.delim) == ("\n\n", "\t")

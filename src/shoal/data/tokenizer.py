@@ -16,6 +16,7 @@ from shoal.errors import DataError
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json has some 40 MB
 MAX_VOCAB = 1 << 24
+_KINDS = "use a tokenizer.json, a SentencePiece .model, or the folder that holds vocab.json and merges.txt"
 PIECE_BYTES = 1 << 20  # longer texts are encoded piece by piece
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 JSON_NAME, MODEL_NAME = "tokenizer.json", "tokenizer.model"
@@ -201,7 +202,9 @@ class SentencePieceBackend:
         try:
             self.processor: Any = SentencePieceProcessor(model_proto=content)
         except Exception as error:
-            raise DataError(f"tokenizer {where} is not a SentencePiece model: {error}") from error
+            raise DataError(
+                f"tokenizer {where} is neither a tokenizer.json nor a SentencePiece model", hint=_KINDS
+            ) from error
         self.vocab_size = _checked_size(self.processor.vocab_size(), where)
         self.eod_id = self.processor.eos_id()
         if self.eod_id < 0:
@@ -282,7 +285,7 @@ def _parse_json(content: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"tokenizer {where} is not valid JSON: {error}") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-        raise DataError(f"tokenizer {where} is not a tokenizer.json: it has no model")
+        raise DataError(f"tokenizer {where} is not a tokenizer.json: it has no model", hint=_KINDS)
     return spec
 
 

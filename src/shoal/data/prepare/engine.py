@@ -59,7 +59,10 @@ def usable_cores() -> int:
 def run_ranges(
     packed: list[dict[str, Any]], spec: WorkSpec, workers: int
 ) -> Generator[dict[str, Any], None, None]:
-    """Yield each range's summary once it is committed, in any order; a worker's ShoalError is raised here."""
+    """Yield each range's summary once it is committed, in any order; a worker's ShoalError is raised here.
+
+    Between them comes, now and then, {"partial_bytes": n}: what was read of the ranges that are in work.
+    """
     folder = Path(spec.folder)
     for old in folder.glob(_ALIVE.format("*")):
         old.unlink()
@@ -102,6 +105,7 @@ def _results(reader: int, folder: Path) -> Iterator[dict[str, Any]]:
         if not select.select([reader], [], [], _POLL_S)[0]:
             if time.monotonic() > deadline:
                 raise _worker_died()
+            yield {"partial_bytes": sum(map(_partial_bytes, folder.glob(_ALIVE.format("*"))))}
             if deadline == math.inf and _any_worker(folder, alive=False):
                 deadline = time.monotonic() + _DEATH_S
             continue
@@ -146,10 +150,10 @@ class _Job:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._spec = WorkSpec(**json.loads(spec))
         self._driver = driver
-        self._check()
         self._worker: RangeWorker | None = None
         self._alive = (Path(self._spec.folder) / _ALIVE.format(os.getpid())).open("w")
         fcntl.flock(self._alive, fcntl.LOCK_EX)
+        self._check(0)
 
     def __call__(self, packed: str) -> str:
         """Do one range; what goes wrong is a result, not an exception: Daft would hide it in its own."""
@@ -161,10 +165,16 @@ class _Job:
         except Exception:
             return json.dumps({"error": ["", traceback.format_exc(), ""]})
 
-    def _check(self) -> None:
-        """Leave when the driver is gone."""
+    def _check(self, read_bytes: int) -> None:
+        """Note how far this worker is; leave when the driver is gone."""
+        os.pwrite(self._alive.fileno(), b"%20d" % read_bytes, 0)
         if os.getppid() != self._driver:
             raise StoppedError("stopped on request")
+
+
+def _partial_bytes(path: Path) -> int:
+    """Return what a worker noted last; the files are smaller than a disk's block, so no note is torn."""
+    return int(path.read_bytes() or 0)
 
 
 def _any_worker(folder: Path, *, alive: bool) -> bool:

@@ -36,10 +36,13 @@ class PrepareOptions:
     shares: tuple[float, float, float] = field(init=False)
 
     def __post_init__(self) -> None:
+        for name in ("delim", "separator"):  # a shell passes \n as two characters
+            if (text := getattr(self, name)) is not None:
+                object.__setattr__(self, name, text.replace("\\n", "\n").replace("\\t", "\t"))
         object.__setattr__(self, "shares", self._effective_shares(parse_split(self.split)))
         self._check_vocab()
         if self.delim is not None and len(self.delim) != 1:
-            raise ConfigError(f"--delim {self.delim!r} is not one character", hint="use ',' or ';' or $'\\t'")
+            raise ConfigError(f"--delim {self.delim!r} is not one character", hint="use , or ; or \\t")
         if self.separator == "":
             raise ConfigError(
                 "--separator is empty", hint="leave it out: then each .txt file is one document"

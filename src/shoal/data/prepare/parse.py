@@ -11,7 +11,8 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,7 @@ BATCH_ROWS = 4096
 _BLOCK = 1 << 18
 _PIECE = 4 << 20  # of a document that spans more than one row
 _NAME_THE_KEY = "name the key or column that holds the text with --text-key"
+_NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
 
 # A row is a document, a piece of one (`starts`, `ends` tell which), or a refusal (`reason`, no `text`).
@@ -64,15 +66,34 @@ class Row:
     ends: bool = True
 
 
+@dataclass
+class Notes:
+    """What a reader tells while it works: the number of lines of each segment, and the file it has open."""
+
+    lines: dict[int, int] = field(default_factory=dict)
+    stream: BinaryIO | None = None
+
+    @contextmanager
+    def watch(self, path: str) -> Iterator[BinaryIO]:
+        """Open a file whose position is worth knowing."""
+        with open(path, "rb") as self.stream:
+            yield self.stream
+        self.stream = None
+
+    def read_bytes(self) -> int:
+        """Return how far the open file is read; 0 where none is."""
+        return self.stream.tell() if self.stream and not self.stream.closed else 0
+
+
 def parse_range(
-    work: WorkRange, sources: Mapping[int, SourceFile], form: Format, lines: dict[int, int] | None = None
+    work: WorkRange, sources: Mapping[int, SourceFile], form: Format, notes: Notes | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range, about 0.5 MB a batch; `lines` receives each segment's number of lines."""
-    lines = {} if lines is None else lines
+    """Yield the rows of a range, about 0.5 MB a batch; `notes` tell how far the reading is."""
+    notes = notes or Notes()
     batch: list[tuple[int, Row]] = []
     size = documents = 0
     for place, segment in enumerate(work.segments):
-        for row in _rows(segment, sources[segment.file], form, lines, place):
+        for row in _rows(segment, sources[segment.file], form, notes, place):
             documents += bool(row.text) and row.ends
             batch.append((segment.file, row))
             size += len(row.text or "")
@@ -97,20 +118,18 @@ def _to_batch(rows: list[tuple[int, Row]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=PARSED)
 
 
-def _rows(
-    segment: Segment, source: SourceFile, form: Format, lines: dict[int, int], place: int
-) -> Iterator[Row]:
+def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[Row]:
     """Choose the reader for a file's kind; anything but a clean read is a DataError that names the file."""
     try:
         if source.kind == "text":
             whole = form.separator is None
             yield from _one_text(segment, source, form) if whole else _separated(segment, source, form)
         elif source.kind == "csv":
-            yield from _csv_rows(source, form)
+            yield from _csv_rows(source, form, notes)
         elif source.kind == "parquet":
             yield from _parquet_rows(segment, source, form)
         else:
-            yield from _json_rows(segment, source, form, lines, place)
+            yield from _json_rows(segment, source, form, notes, place)
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise DataError(
             f"{source.path} cannot be read to its end: {error}",
@@ -203,21 +222,19 @@ def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[R
         at += len(part) + len(mark)
 
 
-def _json_rows(
-    segment: Segment, source: SourceFile, form: Format, lines: dict[int, int], place: int
-) -> Iterator[Row]:
+def _json_rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[Row]:
     """Read the JSON lines that start inside the segment."""
     number = 0
-    for number, (offset, line) in enumerate(_lines(segment, source), start=1):
-        lines[place] = number
+    for number, (offset, line) in enumerate(_lines(segment, source, notes), start=1):
+        notes.lines[place] = number
         if line.strip():
             text, reason = _json_text(line, offset, form.text_key)
             yield Row(offset, number, text, reason)
 
 
-def _lines(segment: Segment, source: SourceFile) -> Iterator[tuple[int, bytes]]:
+def _lines(segment: Segment, source: SourceFile, notes: Notes) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of each line that starts inside the segment; offsets count decompressed bytes."""
-    with _open(source) as file:
+    with notes.watch(source.path) as raw, _decompressed(raw, source.kind) as file:
         offset = segment.start
         if offset:
             file.seek(offset - 1)
@@ -233,13 +250,13 @@ def _lines(segment: Segment, source: SourceFile) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _open(source: SourceFile) -> BinaryIO:
-    """Open a file, decompressing it on the way."""
-    if source.kind.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(source.path), _BLOCK)
-    if source.kind.endswith(".zst"):
-        return io.BufferedReader(pa.input_stream(source.path, compression="zstd"), _BLOCK)
-    return open(source.path, "rb")
+def _decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
+    """Return the stream of plain bytes behind a file."""
+    if kind.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK)
+    if kind.endswith(".zst"):
+        return io.BufferedReader(pa.input_stream(raw, compression="zstd"), _BLOCK)
+    return raw
 
 
 def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:
@@ -257,12 +274,13 @@ def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | No
     return _check_text(value[key], key)
 
 
-def _csv_rows(source: SourceFile, form: Format) -> Iterator[Row]:
+def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[Row]:
     """Read a CSV or TSV file with a header row, record by record."""
     csv.field_size_limit(sys.maxsize)
     delim = form.delim or ("\t" if source.path.lower().endswith(".tsv") else ",")
-    with open(source.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, delimiter=delim)
+    with notes.watch(source.path) as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=delim)
         column = csv_column(next(reader, []), source, form.text_key)
         record = 0
         while True:
@@ -347,8 +365,8 @@ def _not_utf8(head: bytes, byte: int, offset: int) -> str:
 
 def no_key(key: str, seen: list[str]) -> str:
     """Say that a text key is missing, and which keys there are."""
-    names = ", ".join(repr(str(name)[:60]) for name in seen[:10]) or "none"
-    return f"no key {key!r}; keys seen: {names}"
+    names = ", ".join(ascii(str(name)[:60]) for name in seen[:10]) or "none"
+    return f"{_NO_KEY} {key!r}; keys seen: {names}"
 
 
 def refuse_wrong_key(source: SourceFile, form: Format) -> None:
@@ -358,7 +376,8 @@ def refuse_wrong_key(source: SourceFile, form: Format) -> None:
     work = WorkRange(0, source.role, 0, (Segment(0, 0, 1 if source.kind == "parquet" else _BLOCK),), limit=1)
     batch = next(parse_range(work, {0: source}, form), None)
     if batch is not None and batch.column("reason").null_count == 0:
+        reason = batch.column("reason")[0].as_py()
         raise DataError(
-            f"{source.path}: the first {len(batch):,} are all refused: {batch.column('reason')[0].as_py()}",
-            hint=_NAME_THE_KEY,
+            f"{source.path}: the first {len(batch):,} documents are all refused: {reason}",
+            hint=_NAME_THE_KEY if reason.startswith(_NO_KEY) else "mend the file, or leave it out",
         )

@@ -38,11 +38,12 @@ class RangeProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that are done."""
-        self._done += num_bytes
+    def show(self, done_bytes: int) -> None:
+        """Show how many bytes are done."""
+        self._done = max(self._done, done_bytes)
         self._bar.update(self._task, completed=self._done, speed=self.speed())
         now = time.monotonic()
         if not self._console.is_terminal and (
@@ -52,10 +53,11 @@ class RangeProgress:
             self._console.print(f"tokenise {self._done / self._total:4.0%}  {self.speed()}", highlight=False)
 
     def speed(self) -> str:
-        """Return "12.3 MB/s, 45 s left"."""
+        """Return what stands beside the bar: "12.3 MB/s, 45 s left"."""
         rate = (self._done - self._first) / max(time.monotonic() - self._start, 1e-3)
-        left = (self._total - self._done) / rate if rate else 0.0
-        return f"{rate / 1e6:.1f} MB/s, {duration(left)} left"
+        if not rate:
+            return "starting"
+        return f"{rate / 1e6:.1f} MB/s, {duration((self._total - self._done) / rate)} left"
 
 
 def duration(seconds: float) -> str:

@@ -149,9 +149,8 @@ def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Conso
     paths = _Paths(options.output, root / plan_key(inputs))
     for other in root.iterdir():
         if other.is_dir() and other != paths.work:
-            console.print(
-                f"inputs or options changed: earlier unfinished work in {options.output} is dropped"
-            )
+            if any((other / "ranges").glob("*.json")):
+                console.print(f"inputs or options changed: the work begun in {options.output} is dropped")
             shutil.rmtree(other)
     paths.ranges.mkdir(parents=True, exist_ok=True)
     return paths
@@ -213,9 +212,11 @@ def _tokenise(
         if pending:
             packed = [pack_range(work, sources) for work in pending]
             with contextlib.closing(run_ranges(packed, spec, workers)) as results:
-                for summary in results:
-                    done[summary["index"]] = summary
-                    progress.advance(summary["bytes"])
+                for result in results:
+                    if "index" in result:
+                        done[result["index"]] = result
+                        before += result["bytes"]
+                    progress.show(before + result.get("partial_bytes", 0))
     return [done[work.index] for work in ranges]
 
 
@@ -286,8 +287,8 @@ def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], consol
     split = plan_split(documents, tokens, options.shares, options.seed, options.split)
     if split.by == "tokens":
         console.print(
-            f"{documents:,} documents are too few for split {options.split} by documents: "
-            "split by tokens, so one document may lie in two splits"
+            f"too few documents ({documents:,}) for split {options.split} by documents: "
+            "split by tokens, so a document may lie in two splits"
         )
     return split
 

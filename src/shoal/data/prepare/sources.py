@@ -109,9 +109,12 @@ def _expand(text: str, role: str) -> Iterator[SourceFile]:
             raise DataError(f"no file matches {text}", hint="quote the pattern and check the folder's name")
         yield from (_source(p, role, _kind(p) or _unknown(p)) for p in files)
     else:
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = nearest(path.name, [*siblings, STDLIB]) if siblings else f"{path.parent} does not exist either"
-        raise InputError(f"there is no file or folder {text}", hint=hint[:400])
+        if not path.parent.is_dir():
+            raise InputError(
+                f"there is no file or folder {text}", hint=f"{path.parent} does not exist either"
+            )
+        known = [STDLIB, *(p.name for p in path.parent.iterdir() if p.is_dir() or _kind(p))]
+        raise InputError(f"there is no file or folder {text}", hint=nearest(path.name, known)[:400])
 
 
 def _stdlib(role: str) -> Iterator[SourceFile]:

@@ -50,7 +50,7 @@ def plan_split(documents: int, tokens: int, shares: Shares, seed: int, text: str
     needed = int(np.ceil(MIN_TOKENS / smallest))
     given = ", ".join(f"{name} {count:,}" for name, count in zip(SPLITS, counts, strict=True))
     raise DataError(
-        f"split {text} of {documents:,} documents with {tokens:,} tokens gives {given} tokens; "
+        f"split {text} of a text with {documents:,} documents and {tokens:,} tokens gives {given} tokens; "
         f"each needs at least {MIN_TOKENS}, which takes {needed:,} tokens in all",
         hint="add text, or give the smallest split a larger weight (--split 8,1,1) or none (--split 9,1)",
     )

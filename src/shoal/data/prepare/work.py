@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shoal.data.indexed import token_dtype
-from shoal.data.prepare.parse import PARSED, Format, parse_range
+from shoal.data.prepare.parse import PARSED, Format, Notes, parse_range
 from shoal.data.prepare.sources import SourceFile, WorkRange
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.runtime.files import atomic_write, write_json
@@ -51,25 +51,26 @@ class RangeWorker:
         self._form = spec.form(self._tokenizer.cut)
         self._stages: list[Stage] = [tokenise_stage(self._tokenizer)]
 
-    def run(self, packed: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-        """Process and commit one range, unless it was; return its summary. `check` raises to stop."""
+    def run(self, packed: dict[str, Any], check: Callable[[int], None]) -> dict[str, Any]:
+        """Process and commit one range; return its summary. `check` hears the bytes read, raises to stop."""
         work = WorkRange.from_dict(packed["work"])
         sources = {int(number): SourceFile(**facts) for number, facts in packed["files"].items()}
         data_path, summary_path = range_paths(self._folder, work.index)
         schema = tokenised_schema(self._tokenizer.vocab_size)
-        lines: dict[int, int] = {}
+        notes = Notes()
         counts = {"rows": 0, "documents": 0, "empty": 0, "rejected": 0, "tokens": 0, "text_bytes": 0}
         with atomic_write(data_path) as file, pa.ipc.new_stream(file, schema) as out:
-            for batch in parse_range(work, sources, self._form, lines):
-                check()
+            for batch in parse_range(work, sources, self._form, notes):
+                check(min(notes.read_bytes(), work.num_bytes))
                 _count_text(counts, batch)
                 for stage in self._stages:
                     batch = stage(batch)
                 counts["tokens"] += len(batch.column("tokens").flatten())
                 out.write_batch(batch)
         summary = {"index": work.index, "role": work.role, "bytes": work.num_bytes, **counts}
-        summary["lines"] = [[segment.file, lines.get(n, 0)] for n, segment in enumerate(work.segments)]
+        summary["lines"] = [[segment.file, notes.lines.get(n, 0)] for n, segment in enumerate(work.segments)]
         write_json(summary_path, summary)
+        check(0)
         return summary
 
 
