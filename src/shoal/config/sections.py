@@ -65,6 +65,8 @@ class Data(Section):
     """Dataset folders made by `shoal prepare`; --data replaces them."""
     weights: tuple[PositiveFloat, ...] = ()
     """Sampling weight of each dataset; empty means every window of every dataset once an epoch."""
+    reset_documents: bool = False
+    """Attention sees only its own document, and positions restart with each document."""
 
 
 class Train(Section):

@@ -13,7 +13,14 @@ from shoal.errors import ConfigError, DataError, InputError
 from shoal.models.shape import resolve_shape
 
 # A run cannot go on when one of these changes: the model, or which samples a step holds.
-_FIXED = ("model.", "data.weights", "train.seed", "train.seq_len", "train.global_batch_size")
+_FIXED = (
+    "model.",
+    "data.weights",
+    "data.reset_documents",
+    "train.seed",
+    "train.seq_len",
+    "train.global_batch_size",
+)
 
 
 @dataclass(frozen=True)
