@@ -73,7 +73,7 @@ class Run:
             *OPTIONS,
         ]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._screen = (folder.parent / f"{folder.name}.screen").open("ab")
+        self._screen = (folder.parent / f"{folder.name}.screen").open("a+b")
         self.start()
 
     def start(self) -> None:
@@ -81,8 +81,12 @@ class Run:
         self.launcher = subprocess.Popen(self._command, stdout=self._screen, stderr=self._screen)
 
     def done(self) -> bool:
-        """Say whether the run came to its end."""
-        return self.launcher.poll() == 0
+        """Say whether the run came to its end; it must not end in any other way."""
+        status = self.launcher.poll()
+        if status not in (None, 0, -signal.SIGKILL):
+            self._screen.seek(0)
+            raise AssertionError(f"status {status}: {self._screen.read()[-2000:].decode(errors='replace')}")
+        return status == 0
 
     def workers(self) -> dict[int, int]:
         """Return rank -> process id of the ranks that are alive."""
@@ -151,7 +155,7 @@ def wait_for_moment(run: Run, moment: str, dice: random.Random) -> None:
         "committed": lambda: bool(set(committed(run.checkpoints)) - before),
         "retention": lambda: any(run.checkpoints.glob(".step-*.rm-*")),
     }
-    wait_until(lambda: signs[moment]() or run.launcher.poll() is not None, f"moment {moment!r}", 0.0005)
+    wait_until(lambda: signs[moment]() or run.done(), f"moment {moment!r}", 0.0005)
     time.sleep(dice.uniform(0, MOMENTS[moment][0]))
 
 
@@ -192,7 +196,7 @@ def strike(run: Run, dice: random.Random) -> dict[str, Any] | None:
     wait_for_moment(run, moment, dice)
     workers = run.workers()
     victims = {"launcher": run.launcher.pid} | {f"rank {rank}": pid for rank, pid in workers.items()}
-    if run.launcher.poll() is not None:
+    if run.done():
         return None
     victim = dice.choice(sorted(victims))
     resumes = len(run.resumed())
@@ -242,8 +246,7 @@ def storm(
     started = time.monotonic()
     data = random_dataset(folder / "data")
     undisturbed = Run(folder / "undisturbed", data)
-    wait_until(lambda: undisturbed.launcher.poll() is not None, "end of the undisturbed run")
-    assert undisturbed.done(), "the undisturbed run failed"
+    wait_until(undisturbed.done, "end of the undisturbed run")
     events: list[dict[str, Any]] = []
 
     def striking() -> bool:
@@ -255,10 +258,9 @@ def storm(
             while striking() and (event := strike(run, dice)) is not None:
                 events.append(event)
                 say(f"{len(events):4d} {event}")
-            wait_until(lambda run=run: run.launcher.poll() is not None, "end of the run")  # type: ignore[misc]
+            wait_until(run.done, "end of the run")
         finally:
             run.launcher.terminate()
-        assert run.done(), f"{run.folder} ended with {run.launcher.returncode}"
         assert run.digests() == undisturbed.digests(), f"{run.folder}: the final tensors differ"
         if not striking():
             return summary(events, number, seed, time.monotonic() - started)
