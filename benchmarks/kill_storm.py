@@ -39,7 +39,6 @@ OPTIONS = [
     "--max-restarts=100000",
     "--train.steps=90",
     "--train.micro-batch-size=8",
-    "--schedule.warmup-steps=10",
     "--checkpoint.every=3",
     "--checkpoint.keep-last=3",
     "--eval.every=0",
@@ -201,7 +200,10 @@ def strike(run: Run, dice: random.Random) -> dict[str, Any] | None:
     victim = dice.choice(sorted(victims))
     resumes = len(run.resumed())
     killed = time.monotonic()
-    os.kill(victims[victim], signal.SIGKILL)
+    try:
+        os.kill(victims[victim], signal.SIGKILL)
+    except ProcessLookupError:  # it ended by itself just now
+        return strike(run, dice)
     phase = phase_on_disk(run)
     wait_until(lambda: not any(alive(pid) for pid in workers.values()), "end of the survivors")
     event: dict[str, Any] = {"moment": moment, "victim": victim, "phase": phase, "damage": ""}

@@ -12,7 +12,6 @@ from tests.tiny_dataset import random_dataset
 OPTIONS = [
     "--model.n-layers=1",
     "--model.d-model=32",
-    "--schedule.warmup-steps=2",
     "--train.steps=20",
     "--checkpoint.every=2",
     "--runtime.threads=1",
