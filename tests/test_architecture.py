@@ -57,6 +57,7 @@ MUST_NOT_LOAD_TORCH += ("data.dataset", "data.tokenizer", "data.prepare")
 MAY_TOUCH_ENVIRONMENT = ("runtime", "doctor", "data.prepare.engine")
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 EXTRAS = ("daft", "ray", "pyarrow", "scipy", "sentencepiece", "zstandard", "matplotlib", "transformers")
+EXTRAS += ("tensorboard", "wandb", "trackio")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
 
 

@@ -35,6 +35,7 @@ SLOW_DISK_BYTES_PER_S = 50e6
 PROBE_BYTES = 64 << 20
 START_LIMIT_S = 60.0
 SLOW_START_S = 20.0
+_CHOICES = ("test", "tensorboard", "wandb", "trackio")  # extras that nobody misses before asking for them
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def check_extras(requirements: list[str] | None = None) -> Finding:
     missing: dict[str, list[str]] = {}
     for requirement in requirements:
         name, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"](\w+)['\"]", requirement)
-        if name and extra and extra[1] != "test":
+        if name and extra and extra[1] not in _CHOICES:
             missing.setdefault(extra[1], []).extend([] if _is_installed(name[0]) else [name[0]])
     complete = ", ".join(extra for extra, names in missing.items() if not names) or "none"
     lacking = {extra: names for extra, names in missing.items() if names}

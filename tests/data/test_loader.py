@@ -83,7 +83,7 @@ def test_an_epochs_beginning_is_logged(caplog):
     data = loader(windows, batch=4)
     with caplog.at_level("INFO", logger="shoal"):
         for step in range(1, 7):
-            data.batch(step)
+            data.announce_epoch(step)
     assert [record.message for record in caplog.records] == [
         "epoch 2 begins in step 3",
         "epoch 3 begins in step 6",

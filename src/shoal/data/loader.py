@@ -97,12 +97,15 @@ class Loader:
         return self.windows.total / self._batch
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's sequences of a step (1-based); say so where an epoch begins."""
-        if epoch := self._epoch_begins(step):
-            log.info(f"epoch {epoch} begins in step {step}")
+        """Return this rank's sequences of a step (1-based)."""
         samples = (step - 1) * self._batch + self._first + np.arange(self._share, dtype=np.int64)
         tokens = self.windows.read(self.window_index(samples))
         return Batch(step, tokens, samples, self._batch * self.windows.seq_len)
+
+    def announce_epoch(self, step: int) -> None:
+        """Say so where an epoch begins in this step."""
+        if epoch := self._epoch_begins(step):
+            log.info(f"epoch {epoch} begins in step {step}")
 
     def step_samples(self, step: int) -> NDArray[np.int64]:
         """Return the places in the run of all samples of a step, over all ranks."""

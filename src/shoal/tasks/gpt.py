@@ -10,12 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from shoal import scoring
+from shoal.data.ahead import Ahead
 from shoal.data.loader import Batch, Loader, Windows, fixed_sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward pass takes: tokens_bt [sequences, seq_len + 1] and a dropout key for each sequence."""
+
+    tokens_bt: Tensor
+    dropout_keys_b: Tensor
+
+
+@dataclass(frozen=True)
+class HostBatch(Batch):
+    """A rank's share as tensors, too, in page-locked memory where the device is a GPU."""
 
     tokens_bt: Tensor
     dropout_keys_b: Tensor
@@ -29,15 +38,30 @@ class Gpt:
         self._seed = seed
         self._micro = micro_batch_size
         self._device = device
+        # A new thread sits on GPU 0, where its first CUDA call would make a context of its own.
+        seat = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+        self._ahead = Ahead(self._read, seat)
 
-    def batch(self, step: int) -> Batch:
-        """Return this rank's share of a step."""
-        return self.loader.batch(step)
+    def batch(self, step: int) -> HostBatch:
+        """Return this rank's share of a step, read during the step before it; say where an epoch begins."""
+        self.loader.announce_epoch(step)
+        return self._ahead.get(step)
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Cut a rank's share into the parts of one forward pass each, on the device."""
-        tokens = torch.from_numpy(batch.tokens).to(self._device)
-        keys = torch.from_numpy(dropout_keys(self._seed, batch.samples)).to(self._device)
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._ahead.close()
+
+    def _read(self, step: int) -> HostBatch:
+        """Read a rank's share into host memory. Runs in the background."""
+        batch = self.loader.batch(step)
+        parts = (torch.from_numpy(a) for a in (batch.tokens, dropout_keys(self._seed, batch.samples)))
+        tokens, keys = (part.pin_memory() if self._device.type == "cuda" else part for part in parts)
+        return HostBatch(batch.step, batch.tokens, batch.samples, batch.global_tokens, tokens, keys)
+
+    def micro_batches(self, batch: HostBatch) -> list[MicroBatch]:
+        """Cut a rank's share into the parts of one forward pass each, on the device; waits for no copy."""
+        tokens = batch.tokens_bt.to(self._device, non_blocking=True)
+        keys = batch.dropout_keys_b.to(self._device, non_blocking=True)
         return [
             MicroBatch(*parts)
             for parts in zip(tokens.split(self._micro), keys.split(self._micro), strict=True)

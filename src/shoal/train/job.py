@@ -21,6 +21,7 @@ from shoal.train.guard import LossGuard
 from shoal.train.metrics import Metrics
 from shoal.train.optimiser import Optimiser, build_optimiser
 from shoal.train.precision import Precision
+from shoal.train.profiler import StepProfiler
 from shoal.train.request import Request
 
 
@@ -42,6 +43,7 @@ class Job:
     guard: LossGuard
     clock: StepClock
     metrics: Metrics
+    profiler: StepProfiler
     checkpoints: CheckpointStore
     stop: Stop
     skipped: int = 0  # steps left out so far, by fp16 overflow or by the guard
@@ -81,6 +83,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
         clock=clock,
         metrics=Metrics(request.run_dir, config, shape, process, precision, clock),
+        profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, process.device),
         checkpoints=CheckpointStore(
             request.run_dir / "checkpoints",
             group=process.saving,

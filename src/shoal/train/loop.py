@@ -20,6 +20,7 @@ def train(job: Job) -> bool:
         validate(job, start)
     for step in range(start + 1, job.config.train.steps + 1):
         job.clock.begin()
+        job.profiler.begin(step)
         with job.clock.phase("data"):
             batch = job.task.batch(step)
         loss = forward_backward(job, batch)
@@ -39,13 +40,16 @@ def train(job: Job) -> bool:
         if save_is_due(job, step):
             save(job, step)
         job.checkpoints.poll()
-        if job.stop.requested(step):
+        stopping = job.stop.requested(step)
+        job.profiler.end(step, stopping=stopping)
+        if stopping:
             break
     return _finish(job, step)
 
 
 def _finish(job: Job, step: int) -> bool:
     """Save, wait for the commit, test the finished model; return False when the run is to be continued."""
+    job.task.close()
     save(job, step)
     job.checkpoints.wait()
     done = step == job.config.train.steps

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl (every step, the truth), the console, and the loss curve at the end."""
+"""What a run tells: metrics.jsonl (every step, the truth), sinks, the console, the loss curve at the end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from shoal.train.clock import PHASES, Rates, StepClock
 from shoal.train.curve import draw_curve
 from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
+from shoal.train.sinks import Sinks
 
 _SHORT = ("data", "fwd", "bwd", "comm", "opt")  # PHASES on the console
 
@@ -40,6 +41,7 @@ class Metrics:
         self._config = config
         self._process = process
         self._clock = clock
+        self._sinks = Sinks(config.train.sinks if process.rank == 0 else (), config, run_dir)
         self.rates = Rates(
             tokens_per_step=config.train.global_batch_size * config.train.seq_len,
             world_size=process.world_size,
@@ -50,12 +52,13 @@ class Metrics:
         self.last_loss: float | None = None
 
     def start(self, step: int) -> None:
-        """Drop what an earlier attempt recorded after the step that this one goes on from."""
+        """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks."""
         if self._process.rank == 0 and self._path.exists():
             kept = [
                 line for line in read_metrics(self._path) if line["step"] <= step and "test_loss" not in line
             ]
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._sinks.start(step)
 
     def record(
         self, step: int, *, loss: float, grad_norm: float, applied: bool, skipped: int, scale: float
@@ -99,7 +102,8 @@ class Metrics:
         self._write({"step": step, "save_held_s": held_s})
 
     def finish(self, *, complete: bool) -> None:
-        """Draw the curve of a run that is complete, and say where things are."""
+        """Close the sinks, draw the curve of a run that is complete, and say where things are."""
+        self._sinks.close()
         if complete and self._process.rank == 0:
             curve = draw_curve(read_metrics(self._path), self._path.with_name("loss.png"))
             log.info(f"done: {self._path.parent}" + (f"; curve: {curve}" if curve else ""))
@@ -125,6 +129,7 @@ class Metrics:
     def _write(self, line: dict[str, Any]) -> None:
         if self._process.rank == 0:
             append_json(self._path, line)
+            self._sinks.put(line)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

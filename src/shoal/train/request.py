@@ -11,6 +11,7 @@ from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.models.shape import resolve_shape
+from shoal.train.sinks import require_sinks
 
 # A run cannot go on when one of these changes: the model, or which samples a step holds.
 _FIXED = (
@@ -53,6 +54,7 @@ class Request:
     def check(self, world_size: int) -> list[Dataset]:
         """Refuse what cannot work before any process starts; return the datasets."""
         rules.check(self.config, world_size)
+        require_sinks(self.config.train.sinks)
         datasets = self.open_datasets()
         resolve_shape(self.config.model, datasets[0].vocab_size)
         if self.init is not None and not self.init.exists():

@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from shoal.data.loader import Batch
+from shoal.tasks.gpt import HostBatch
 from shoal.train.job import Job
 from shoal.train.optimiser import clip_gradients
 from shoal.train.schedule import learning_rate
 
 
-def forward_backward(job: Job, batch: Batch) -> float:
+def forward_backward(job: Job, batch: HostBatch) -> float:
     """Leave the gradient of the mean loss over the step's tokens in the parameters; return that loss.
 
     Losses are summed and divided once, by the global number of tokens, so no layout changes the result.

@@ -1,0 +1,180 @@
+"""Where the lines of metrics.jsonl go as well: TensorBoard, Weights & Biases, trackio, any number at once.
+
+Each sink has a thread and a bounded queue of its own, so that nothing it does, waits for or raises holds
+training up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
+
+from shoal.config.sections import Config
+from shoal.errors import ConfigError
+from shoal.runtime.files import write_text
+from shoal.runtime.log import log
+
+_QUEUE_LINES = 1000  # some 5 MB; what a sink cannot keep up with is left out
+_CLOSE_S = 30.0  # for what is still queued at the end of a run, and for the sink's own farewell
+
+
+class Sink(Protocol):
+    """A place for metrics. Made and used in one thread."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Take the figures of a step; a step may come several times, with other figures."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def require_sinks(names: tuple[str, ...]) -> None:
+    """Refuse a sink whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"train.sinks names {name}, which is not installed", hint=f"pip install 'shoal[{name}]'"
+            )
+
+
+class Sinks:
+    """All sinks of a run. One rank has them; on the others `names` is empty."""
+
+    def __init__(self, names: tuple[str, ...], config: Config, run_dir: Path) -> None:
+        self._names = dict.fromkeys(names)  # each once
+        self._config = config
+        self._run_dir = run_dir
+        self._feeds: list[_Feed] = []
+
+    def start(self, step: int) -> None:
+        """Open the sinks for what comes after `step`."""
+        run = _run_name(self._run_dir) if self._names else ""
+        openers: dict[str, Callable[[], Sink]] = {
+            "tensorboard": lambda: _TensorBoard(self._run_dir / "tensorboard", step + 1),
+            "wandb": lambda: _Wandb(self._config, run),
+            "trackio": lambda: _Trackio(self._config, run),
+        }
+        self._feeds = [_Feed(name, openers[name]) for name in self._names]
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Hand the figures of a line on; returns at once."""
+        values = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for feed in self._feeds:
+            feed.put(values)
+
+    def close(self) -> None:
+        """Let each sink finish, for a limited time."""
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
+
+
+class _Feed:
+    """The thread and the queue of one sink."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
+        self._make = make
+        self._queue: Queue[dict[str, float] | None] = Queue(_QUEUE_LINES)
+        self._left_out = 0
+        self._thread = Thread(target=self._serve, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, values: dict[str, float]) -> None:
+        try:
+            self._queue.put_nowait(values)
+        except Full:
+            self._left_out += self._thread.is_alive()  # a dead one has said so
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(Full):  # a stuck thread does not outlive the process
+                self._queue.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.warning(f"warning: {self._name} did not finish in {_CLOSE_S:g} s and is left behind")
+        if self._left_out:
+            log.warning(f"warning: {self._name} could not keep up: {self._left_out} lines left out")
+
+    def _serve(self) -> None:
+        try:
+            sink = self._make()
+            while (values := self._queue.get()) is not None:
+                sink.write(int(values.pop("step")), values)
+            sink.close()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            log.warning(
+                f"warning: {self._name} gets no more metrics ({reason}); "
+                "training goes on, and metrics.jsonl has everything"
+            )
+
+
+class _TensorBoard:
+    """Event files in the run folder; a resumed run hides what an earlier attempt wrote after its step."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=5)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run at Weights & Biases, which the same run folder goes on with; WANDB_MODE=offline keeps it here."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=config.train.project,
+            id=name,
+            name=name,
+            resume="allow",
+            config=config.model_dump(),
+            settings=wandb.Settings(console="off"),
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """A run in trackio's local store, or where its own variables point."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(
+            project=config.train.project, name=name, resume="allow", config=config.model_dump(), embed=False
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log(values, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _run_name(run_dir: Path) -> str:
+    """Return the name that services know this run folder by, the same after a resume."""
+    file = run_dir / "sinks-name"
+    if not file.exists():
+        write_text(file, f"{run_dir.name}-{uuid.uuid4().hex[:6]}\n")
+    return file.read_text(encoding="utf-8").strip()
