@@ -234,6 +234,14 @@ def test_padding_truncation_and_begin_tokens_in_a_file_are_left_alone():
     assert ours.encode("hello") == list(b"hello")
 
 
+def test_dropout_in_a_file_is_left_alone():
+    vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ab": 256}
+    built = byte_level(vocab, [("a", "b")])
+    built.model.dropout = 0.5
+    ours = parse_tokenizer(built.to_str().encode(), "x")
+    assert ours.encode("ab" * 200) == [256] * 200
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_file(tmp_path_factory):
     spm = pytest.importorskip("sentencepiece")
@@ -312,6 +320,44 @@ def test_rubbish_is_a_sentence(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(DataError, match=re.escape(str(path))):
         load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "(("}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "("},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+        {"added_tokens": [{"id": 2**40}]},
+    ],
+)
+def test_a_panic_of_the_library_is_a_sentence(change):
+    """Its panics are no Exceptions; on stderr they leave their own words."""
+    content = json.dumps({**json.loads(bytes_tokenizer_json()), **change})
+    with pytest.raises(DataError, match="tokenizer x cannot be loaded"):
+        parse_tokenizer(content.encode(), "x")
+
+
+def test_an_unknown_token_that_is_missing_is_told_when_it_is_needed():
+    built = Reference(models.WordPiece({"a": 0, "</s>": 1}, unk_token="[UNK]"))
+    tokenizer = parse_tokenizer(built.to_str().encode(), "x")
+    with pytest.raises(DataError, match=r"tokenizer x cannot encode this text: .*UNK"):
+        tokenizer.encode("b")
+
+
+def test_short_texts_have_the_same_ids_before_and_after_the_fast_way_is_set_up(gpt2_folder):
+    fresh = parse_tokenizer(fixed_tokenizer(str(gpt2_folder)), "gpt2")
+    strings = [CHINESE, EMOJI, ODD]
+    before = [ids.tolist() for ids in fresh.encode_batch(strings)]
+    assert fresh._backend._fast is not None
+    assert before == [ids.tolist() for ids in fresh.encode_batch(strings)]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])

@@ -115,7 +115,6 @@ def byte_level_merges(spec: dict[str, Any]) -> list[tuple[bytes, bytes]] | None:
     model = spec.get("model") or {}
     plain = (
         model.get("type") == "BPE"
-        and not model.get("dropout")
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and not model.get("byte_fallback")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json has some 40 M
 MAX_VOCAB = 1 << 24
 _KINDS = "use a tokenizer.json, a SentencePiece .model, or the folder that holds vocab.json and merges.txt"
 PIECE_BYTES = 1 << 20  # longer texts are encoded piece by piece
+_WORTH_PROVING = 1 << 15  # characters; below, the slower library is done before tiktoken is set up
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 JSON_NAME, MODEL_NAME = "tokenizer.json", "tokenizer.model"
 GPT2_PAT = (
@@ -133,12 +135,12 @@ class JsonBackend:
         from tokenizers import Tokenizer as Reference
 
         spec = _parse_json(content, where)
-        try:
+        with _said(f"tokenizer {where} cannot be loaded"):
             self.reference: Any = Reference.from_str(content)
-        except Exception as error:
-            raise DataError(f"tokenizer {where} cannot be loaded: {error}") from error
         self.reference.no_truncation()
         self.reference.no_padding()
+        if getattr(self.reference.model, "dropout", None):
+            self.reference.model.dropout = None  # the same text must have the same ids
         self.reference.encode_special_tokens = True
         vocab = self.reference.get_vocab(with_added_tokens=True)
         self.vocab_size = _checked_size(max(vocab.values(), default=-1) + 1, where)
@@ -148,7 +150,7 @@ class JsonBackend:
                 f"tokenizer {where} has no end-of-document token",
                 hint=f"add one of these as a special token: {', '.join(EOD_NAMES)}",
             )
-        self._spec = spec
+        self._spec, self._where = spec, where
         self._is_bytes = _is_bytes(spec)
         self.cut = CUT_ANYWHERE if self._is_bytes else cut_rule(spec)
         self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
@@ -157,17 +159,20 @@ class JsonBackend:
         """Encode by the fastest way that is proven to give the reference's ids."""
         if self._is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
-        if self._fast is not None:
+        worth_it = "_fast" in self.__dict__ or sum(map(len, texts)) > _WORTH_PROVING
+        if worth_it and self._fast is not None:
             encoder, table = self._fast
             return [table[encoder.encode_to_numpy(text, disallowed_special=())] for text in texts]
         for text in texts:
             text.encode()  # a lone surrogate must raise here, not inside the library
-        found = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _said(f"tokenizer {self._where} cannot encode this text"):
+            found = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
 
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving special tokens out."""
-        return str(self.reference.decode(ids, skip_special_tokens=True))
+        with _said(f"tokenizer {self._where} cannot decode these ids"):
+            return str(self.reference.decode(ids, skip_special_tokens=True))
 
     @cached_property
     def _fast(self) -> tuple[Any, np.ndarray] | None:
@@ -199,12 +204,8 @@ class SentencePieceBackend:
             raise DataError(
                 "a SentencePiece model needs its library", hint="pip install sentencepiece"
             ) from error
-        try:
+        with _said(f"tokenizer {where} is neither a tokenizer.json nor a SentencePiece model"):
             self.processor: Any = SentencePieceProcessor(model_proto=content)
-        except Exception as error:
-            raise DataError(
-                f"tokenizer {where} is neither a tokenizer.json nor a SentencePiece model", hint=_KINDS
-            ) from error
         self.vocab_size = _checked_size(self.processor.vocab_size(), where)
         self.eod_id = self.processor.eos_id()
         if self.eod_id < 0:
@@ -223,6 +224,17 @@ class SentencePieceBackend:
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving control tokens out."""
         return str(self.processor.decode(ids))
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Turn whatever a library raises into a DataError; its panics, too, which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{what}: {str(error)[:200]}", hint=_KINDS) from error
+        raise
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
