@@ -64,9 +64,10 @@ class Sinks:
 
     def put(self, line: dict[str, Any]) -> None:
         """Hand the figures of a line on; returns at once."""
-        values = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        step = line["step"]
         for feed in self._feeds:
-            feed.put(values)
+            figures = {n: v for n, v in line.items() if n != "step" and isinstance(v, int | float)}
+            feed.put(step, figures)
 
     def close(self) -> None:
         """Let each sink finish, for a limited time."""
@@ -81,14 +82,14 @@ class _Feed:
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name = name
         self._make = make
-        self._queue: Queue[dict[str, float] | None] = Queue(_QUEUE_LINES)
+        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(_QUEUE_LINES)
         self._left_out = 0
         self._thread = Thread(target=self._serve, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, values: dict[str, float]) -> None:
+    def put(self, step: int, values: dict[str, float]) -> None:
         try:
-            self._queue.put_nowait(values)
+            self._queue.put_nowait((step, values))
         except Full:
             self._left_out += self._thread.is_alive()  # a dead one has said so
 
@@ -105,8 +106,8 @@ class _Feed:
     def _serve(self) -> None:
         try:
             sink = self._make()
-            while (values := self._queue.get()) is not None:
-                sink.write(int(values.pop("step")), values)
+            while (item := self._queue.get()) is not None:
+                sink.write(*item)
             sink.close()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -144,7 +145,7 @@ class _Wandb:
             name=name,
             resume="allow",
             config=config.model_dump(),
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", quiet=True),
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:
