@@ -83,7 +83,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
         clock=clock,
         metrics=Metrics(request.run_dir, config, shape, process, precision, clock),
-        profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, process.device),
+        profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, clock),
         checkpoints=CheckpointStore(
             request.run_dir / "checkpoints",
             group=process.saving,
