@@ -1,0 +1,79 @@
+"""Batches that are read while the step before them runs: the same ones, on any number of ranks."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.loader import Loader
+from shoal.train.loop import train
+from shoal.train.metrics import read_metrics
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import make_job, tiny_config
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def batches_and_threads(run_dir, values):
+    """Return the batches of some steps in odd order, and the reading threads left after a whole training."""
+    job = make_job(run_dir, values)
+    batches = [job.task.batch(step) for step in (1, 2, 5, 2)]
+    for batch in batches:
+        assert np.array_equal(batch.tokens, job.task.loader.batch(batch.step).tokens)
+        assert np.array_equal(batch.tokens_bt, batch.tokens)
+    assert train(job)
+    names = [thread.name for thread in threading.enumerate()]
+    return [batch.samples for batch in batches], [name for name in names if name.startswith("ahead")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_is_read_ahead_is_what_the_step_is_due(pool, data, tmp_path, world_size):
+    values = tiny_config(data, train={"global_batch_size": 12, "micro_batch_size": 1})
+    answers = pool.run(batches_and_threads, world_size, tmp_path, values)
+    for number, step in enumerate((1, 2, 5, 2)):
+        samples = np.concatenate([batches[number] for batches, _ in answers])
+        assert samples.tolist() == list(range((step - 1) * 12, step * 12))
+    assert [threads for _, threads in answers] == [[]] * world_size
+
+
+def train_with_a_bad_third_step(run_dir, values):
+    read = Loader.batch
+
+    def batch(self, step):
+        if step == 3:
+            raise OSError("the disk is gone")
+        return read(self, step)
+
+    Loader.batch = batch
+    try:
+        train(make_job(run_dir, values))
+    finally:
+        Loader.batch = read
+
+
+def test_an_error_of_reading_ends_the_step_that_it_belongs_to(pool, data, tmp_path):
+    with pytest.raises(AssertionError, match="the disk is gone") as caught:
+        pool.run(train_with_a_bad_third_step, 1, tmp_path, tiny_config(data))
+    assert "in batch" in str(caught.value)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_batches_wait_in_page_locked_memory(data):
+    from shoal.data.dataset import open_dataset
+    from shoal.data.loader import Windows
+    from shoal.tasks.gpt import Gpt
+
+    split = open_dataset(data).split("train")
+    loader = Loader(Windows([split], 16), weights=(), global_batch_size=8, seed=1, rank=0, world_size=1)
+    task = Gpt(loader, seed=1, micro_batch_size=4, device=torch.device("cuda", 0))
+    batch = task.batch(1)
+    assert batch.tokens_bt.is_pinned()
+    micro = task.micro_batches(batch)
+    assert torch.cat([part.tokens_bt for part in micro]).cpu().equal(batch.tokens_bt)
+    task.close()
