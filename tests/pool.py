@@ -31,12 +31,18 @@ class RankError(AssertionError):
     """One or more ranks failed; the message holds each one's traceback."""
 
 
+def process_context() -> Any:
+    """Return how test processes are started: forked after torch's import where fork is safe."""
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Worker:
     """One warm process and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = process_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

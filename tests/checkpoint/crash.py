@@ -5,14 +5,13 @@ They are forked from a server that has imported torch already: one costs a tenth
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import stat
 import sys
 from pathlib import Path
 
-from tests.pool import PRELOADED
+from tests.pool import process_context
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
@@ -69,8 +68,7 @@ def save_and_die(folder: Path, rank: int, world_size: int, victim: int, event: i
 
 def run_and_kill(folder: Path, world_size: int, victim: int, event: int, retention: dict) -> list[int]:
     """Return the exit codes of the ranks of one such save."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = process_context()
     ranks = [
         context.Process(target=save_and_die, args=(folder, rank, world_size, victim, event, retention))
         for rank in range(world_size)

@@ -1,0 +1,53 @@
+"""Workers whose launcher is killed before they have even joined each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_dataset import random_dataset
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process runs (a zombie does not)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers through /proc")
+def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path):
+    data = random_dataset(tmp_path / "data")
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        "tiny",
+        f"--data={data}",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
+    launcher = subprocess.Popen([*command, "--nproc=2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(workers := children(launcher.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    assert len(workers) == 2
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in workers if alive(pid)]
+    for pid in left:
+        os.kill(pid, 9)
+    assert not left, "orphans wait for a store that is gone"
