@@ -90,6 +90,13 @@ class Train(Section):
     """Project that the run belongs to at wandb and trackio."""
     profile: tuple[PositiveInt, ...] = ()
     """First and last step of a torch profiler trace, written into the run folder; empty means none."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """What the backward pass computes again to save memory: full keeps only what enters each chunk of layers,
+    selective keeps the matrix products and repeats norms, activations and attention."""
+    recompute_layers: PositiveInt = 1
+    """Layers in each chunk of recompute = full."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation."""
 
 
 class Optimizer(Section):

@@ -8,25 +8,34 @@ Nothing that matters is kept in a buffer: the model is right after `to_empty` an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Self, cast
+from functools import partial
+from typing import Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.errors import ConfigError
+from shoal.models import documents
 from shoal.models.cache import KVCache
 from shoal.models.dropout import keyed_dropout, site_id
+from shoal.models.recompute import keeping_products, run_in_chunks
 from shoal.models.shape import ModelShape
 
 
 class Context(NamedTuple):
-    """What every block of one forward pass needs beside the residual stream."""
+    """What a block needs in one forward pass beside the residual stream.
+
+    `sites` are its places of dropout: attention probabilities, attention, MLP. They are a tensor because
+    plain numbers would make the compiler compile each block anew.
+    """
 
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, [batch or 1, 1, time, head_dim / 2]; llama
-    mask: Tensor | None  # bool [batch, 1, time, columns]; None means causal
+    mask: Tensor | BlockMask | None  # a tensor is bool [batch, 1, time, columns]; None means causal
     cache: KVCache | None
     dropout_keys_b: Tensor | None
+    sites: Tensor | None = None  # int64 [3]; only where there are keys
 
 
 def rotation_tables(positions_bt: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +66,6 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.dropout = shape.attention_dropout
         self.layer = layer
-        self.site = site_id(f"blocks.{layer}.attention.probabilities")
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
         batch, time, _ = x_btd.shape
@@ -74,21 +82,29 @@ class Attention(nn.Module):
 
     def _attend(self, q_bhtc: Tensor, k_bhsc: Tensor, v_bhsc: Tensor, context: Context) -> Tensor:
         grouped = q_bhtc.shape[1] != k_bhsc.shape[1]
+        if isinstance(context.mask, BlockMask):
+            return documents.attend(q_bhtc, k_bhsc, v_bhsc, context.mask)
         if self.dropout and context.dropout_keys_b is not None:
-            return self._attend_with_dropout(q_bhtc, k_bhsc, v_bhsc, context.dropout_keys_b)
+            return self._attend_with_dropout(q_bhtc, k_bhsc, v_bhsc, context)
         causal = context.mask is None and q_bhtc.shape[2] > 1  # one cached token sees all columns
         return F.scaled_dot_product_attention(
             q_bhtc, k_bhsc, v_bhsc, attn_mask=context.mask, is_causal=causal, enable_gqa=grouped
         )
 
-    def _attend_with_dropout(self, q_bhtc: Tensor, k_bhtc: Tensor, v_bhtc: Tensor, keys_b: Tensor) -> Tensor:
+    def _attend_with_dropout(
+        self, q_bhtc: Tensor, k_bhtc: Tensor, v_bhtc: Tensor, context: Context
+    ) -> Tensor:
         """Plain attention: the fused kernels take no mask of ours for the probabilities."""
+        assert context.dropout_keys_b is not None
+        assert context.sites is not None
         time, groups = q_bhtc.shape[2], q_bhtc.shape[1] // k_bhtc.shape[1]
         k_bhtc, v_bhtc = k_bhtc.repeat_interleave(groups, 1), v_bhtc.repeat_interleave(groups, 1)
         scores_bhtt = q_bhtc @ k_bhtc.transpose(2, 3) * self.head_dim**-0.5
-        future = torch.ones(time, time, dtype=torch.bool, device=q_bhtc.device).triu(1)
-        probabilities_bhtt = scores_bhtt.masked_fill(future, float("-inf")).softmax(dim=-1)
-        return keyed_dropout(probabilities_bhtt, self.dropout, keys_b, self.site).type_as(v_bhtc) @ v_bhtc
+        seen = torch.ones(time, time, dtype=torch.bool, device=q_bhtc.device).tril()
+        seen = seen if context.mask is None else cast(Tensor, context.mask)
+        probabilities_bhtt = scores_bhtt.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        kept_bhtt = keyed_dropout(probabilities_bhtt, self.dropout, context.dropout_keys_b, context.sites[0])
+        return kept_bhtt.type_as(v_bhtc) @ v_bhtc
 
 
 class GeluMlp(nn.Module):
@@ -126,13 +142,21 @@ class Block(nn.Module):
         self.mlp_norm = _norm(shape)
         self.mlp = GeluMlp(shape) if shape.style == "gpt2" else SwigluMlp(shape)
         self.dropout = shape.dropout
-        self.sites = site_id(f"blocks.{layer}.attention"), site_id(f"blocks.{layer}.mlp")
+        self.recompute = False  # all but the matrix products
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
-        keys_b = context.dropout_keys_b
-        attended = self.attention(self.attention_norm(x_btd), context)
-        x_btd = x_btd + maybe_dropout(attended, self.dropout, keys_b, self.sites[0])
-        return x_btd + maybe_dropout(self.mlp(self.mlp_norm(x_btd)), self.dropout, keys_b, self.sites[1])
+        if self.recompute and torch.is_grad_enabled():
+            return keeping_products(self._run, x_btd, context)
+        return self._run(x_btd, context)
+
+    def _run(self, x_btd: Tensor, context: Context) -> Tensor:
+        x_btd = x_btd + self._drop(self.attention(self.attention_norm(x_btd), context), context, 1)
+        return x_btd + self._drop(self.mlp(self.mlp_norm(x_btd)), context, 2)
+
+    def _drop(self, x_btd: Tensor, context: Context, site: int) -> Tensor:
+        if context.sites is None:
+            return x_btd
+        return maybe_dropout(x_btd, self.dropout, context.dropout_keys_b, context.sites[site])
 
 
 class Head(nn.Module):
@@ -168,39 +192,88 @@ class Decoder(nn.Module):
         self.norm = _norm(shape)
         self.head = Head(shape)
         self.site = site_id("embed")
+        self.recompute_layers = 0  # layers in a chunk of which only the input is kept; 0: keep everything
         self._tie()
 
+    def set_recompute(self, mode: Literal["none", "full", "selective"], layers: int) -> None:
+        """Choose what backward computes again; mode full: in chunks of `layers`, the last may be smaller."""
+        self.recompute_layers = layers if mode == "full" else 0
+        for block in self.blocks.values():
+            cast(Block, block).recompute = mode == "selective"
+
     def forward(
-        self, tokens_bt: Tensor, *, dropout_keys_b: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens_bt: Tensor,
+        *,
+        dropout_keys_b: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents_bt: Tensor | None = None,
     ) -> Tensor:
         """Return logits [batch, time, padded_vocab_size]; padded columns are -inf.
 
         `dropout_keys_b` int64 [batch] turns dropout on, a key for each sample. With a `cache`, `tokens_bt`
-        follows what it holds, and it grows by them. A ConfigError refuses more positions than the learned
-        table has.
+        follows what it holds, and it grows by them. `documents_bt` numbers the document of each token, never
+        falling along a row: a token sees only its own, and positions restart with each. A ConfigError refuses
+        more positions than the learned table has.
         """
-        return self.head(self.hidden(tokens_bt, dropout_keys_b=dropout_keys_b, cache=cache))
+        return self.head(
+            self.hidden(tokens_bt, dropout_keys_b=dropout_keys_b, cache=cache, documents_bt=documents_bt)
+        )
 
     def hidden(
-        self, tokens_bt: Tensor, *, dropout_keys_b: Tensor | None = None, cache: KVCache | None = None
+        self,
+        tokens_bt: Tensor,
+        *,
+        dropout_keys_b: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents_bt: Tensor | None = None,
     ) -> Tensor:
         """Return what the head turns into logits, [batch, time, d_model]; arguments as of `forward`."""
         time = tokens_bt.shape[1]
         self._check_call(time, dropout_keys_b, cache)
-        positions = cache.positions(time) if cache else torch.arange(time, device=tokens_bt.device)[None]
+        positions, mask = self._places(tokens_bt, dropout_keys_b, cache, documents_bt)
         rotation = None
         x_btd = self.embed(tokens_bt)
         if self.positions is not None:
             x_btd = x_btd + self.positions(positions)
         else:
             rotation = rotation_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-        context = Context(rotation, cache.mask(time) if cache else None, cache, dropout_keys_b)
         x_btd = maybe_dropout(x_btd, self.shape.dropout, dropout_keys_b, self.site)
-        for block in self.blocks.values():
-            x_btd = block(x_btd, context)
+        x_btd = self._run_blocks(x_btd, Context(rotation, mask, cache, dropout_keys_b))
         if cache is not None:
             cache.length += time
         return self.norm(x_btd)
+
+    def _places(
+        self,
+        tokens_bt: Tensor,
+        dropout_keys_b: Tensor | None,
+        cache: KVCache | None,
+        documents_bt: Tensor | None,
+    ) -> tuple[Tensor, Tensor | BlockMask | None]:
+        """Return each token's position and which columns it sees."""
+        if cache is not None:
+            assert documents_bt is None, "a cache holds one document a row"
+            return cache.positions(tokens_bt.shape[1]), cache.mask(tokens_bt.shape[1])
+        if documents_bt is None:
+            return torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None], None
+        plain = dropout_keys_b is not None and self.shape.attention_dropout > 0.0
+        dense = plain or documents_bt.device.type == "cpu"
+        mask = documents.dense_mask(documents_bt) if dense else documents.block_mask(documents_bt)
+        return documents.restarted_positions(documents_bt), mask
+
+    def _run_blocks(self, x_btd: Tensor, context: Context) -> Tensor:
+        blocks: list[Callable[[Tensor], Tensor]] = []
+        for layer, block in self.blocks.items():
+            blocks.append(partial(block, context=context._replace(sites=self._sites(layer, context))))
+        return run_in_chunks(blocks, x_btd, self.recompute_layers if torch.is_grad_enabled() else 0)
+
+    def _sites(self, layer: str, context: Context) -> Tensor | None:
+        if context.dropout_keys_b is None:
+            return None
+        names = ("attention.probabilities", "attention", "mlp")
+        sites = torch.tensor([site_id(f"blocks.{layer}.{name}") for name in names])
+        return sites.to(context.dropout_keys_b.device, non_blocking=True)
 
     def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: KVCache | None) -> None:
         shape = self.shape
@@ -224,7 +297,7 @@ class Decoder(nn.Module):
         return self
 
 
-def maybe_dropout(x: Tensor, p: float, keys_b: Tensor | None, site: int) -> Tensor:
+def maybe_dropout(x: Tensor, p: float, keys_b: Tensor | None, site: int | Tensor) -> Tensor:
     """Apply keyed dropout where there are keys and something to drop."""
     return x if keys_b is None or p == 0.0 else keyed_dropout(x, p, keys_b, site)
 

@@ -27,10 +27,11 @@ def site_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def keyed_dropout(x: Tensor, p: float, keys_b: Tensor, site: int) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, keys_b: Tensor, site: int | Tensor) -> Tensor:
     """Drop elements of `x` [batch, ...] with probability `p` and scale the rest by 1 / (1 - p).
 
-    `keys_b` int64 [batch] names the samples; `site` comes from `site_id`. Same key, site and place in the
+    `keys_b` int64 [batch] names the samples; `site` comes from `site_id`, as it is or as an int64
+    tensor of no dimensions. Same key, site and place in the
     sample give the same bit on every device.
     """
     dropped_levels = round(p * _LEVELS)
