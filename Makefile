@@ -1,22 +1,26 @@
 # From a fresh clone: `make demo` or `make test`. Needs make and Python >= 3.11; everything else goes into .venv.
 #   PYTHON=python3.12      the Python to build .venv with
 #   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
-#   ARGS="-k resume -x"    passed on to pytest
+#   ARGS="-k resume -x"    passed on to pytest, or to the benchmark
+#   PART=train             what gpu-check checks
+#   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_SOURCE ?=
 ARGS ?=
+PART ?=
+WHEELS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
-.PHONY: help setup demo test proof check clean
+.PHONY: help setup demo test proof check bench-train gpu-check wheels clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv and install (does nothing when nothing changed)
 
@@ -42,6 +46,15 @@ check: setup ## format, lint, types, architecture, size
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python tools/lines.py
+
+bench-train: setup ## training speed beside transformers and litgpt on this CPU (half an hour)
+	$(BIN)/python -m benchmarks.train_step $(ARGS)
+
+gpu-check: ## GPU tests and training speed with PYTHON as it is, no setup: make gpu-check PART=train (10 minutes)
+	@PYTHONPATH=src:$$PYTHONPATH "$(PYTHON)" -m benchmarks.gpu_check --part "$(PART)" $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+
+wheels: setup ## download into wheels/ what gpu-check needs beside torch on a machine without a network
+	$(BIN)/python tools/wheels.py
 
 clean: ## remove .venv and caches; data and runs stay
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/shoal.egg-info

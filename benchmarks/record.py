@@ -15,8 +15,8 @@ from shoal.runtime.device import logical_cores, physical_cores, select_device
 RECORDS = Path(__file__).parent / "records"
 
 
-def write_record(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/records/NAME.json and say where it is."""
+def write_record(name: str, figures: dict[str, Any], folder: Path = RECORDS) -> Path:
+    """Write FOLDER/NAME.json and say where it is."""
     record = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
@@ -29,7 +29,7 @@ def write_record(name: str, figures: dict[str, Any]) -> Path:
         "versions": {"python": sys.version.split()[0], "torch": version("torch"), "shoal": version("shoal")},
         **figures,
     }
-    path = RECORDS / f"{name}.json"
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"record: {path}")
     return path

@@ -1,0 +1,133 @@
+"""Check Shoal on a CUDA machine: run the GPU tests, time the part, write a record; under 10 minutes a part.
+
+    make gpu-check PART=train [WHEELS=folder] [PYTHON=python3.12]
+
+Uses the Python it is started with and needs no network and no installation: what that Python lacks comes from
+a folder of wheels (`make wheels` fills one), unpacked into a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_BUILT = ("layouts", "bench", "plan")
+MODULES = ("numpy", "pydantic", "cyclopts", "xxhash", "tokenizers", "safetensors", "pytest", "pytest_timeout")
+PROBE = f"""
+import importlib.util, json, sys
+missing = [name for name in {MODULES!r} if importlib.util.find_spec(name) is None]
+if importlib.util.find_spec("torch") is None:
+    print(json.dumps(dict(torch=None, cuda=False, missing=missing)))
+    sys.exit()
+import torch
+print(json.dumps(dict(torch=torch.__version__, cuda=torch.cuda.is_available(), missing=missing)))
+"""
+OLDEST_TORCH = (2, 11)
+
+
+def refuse(message: str, hint: str) -> None:
+    """End with a sentence and what to do."""
+    sys.exit(f"error: {message}\n  hint: {hint}")
+
+
+def install_missing(wheels: Path, site: Path) -> None:
+    """Unpack into `site` the wheels of what this Python lacks; what it has stays as it is."""
+    held = {_canonical(entry.name) for entry in importlib.metadata.distributions() if entry.name}
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        refuse(f"{wheels} holds no wheels", "fill it with `make wheels` on a machine with a network")
+    wanted = [wheel for wheel in found if _canonical(wheel.name.split("-")[0]) not in held]
+    if wanted:
+        print(f"from {wheels}: {', '.join(wheel.name.split('-')[0] for wheel in wanted)}", flush=True)
+        quiet = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "install", *quiet, "--target", str(site), *map(str, wanted)]
+        if subprocess.run(command, check=False).returncode:
+            refuse(f"pip could not install from {wheels}", "its own words are above; is it for this Python?")
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def describe_shoal(site: Path) -> None:
+    """Write the metadata that an installation of this source tree would have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = site / f"{project['name']}-{project['version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+
+
+def check_python(environment: dict[str, str], device: str) -> None:
+    """Refuse a Python that cannot do it: no torch, too old a one, no CUDA, or packages missing."""
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=False
+    )
+    if probe.returncode:
+        refuse(f"{sys.executable} cannot import torch", probe.stderr.strip().splitlines()[-1])
+    seen = json.loads(probe.stdout)
+    if seen["torch"] is None:
+        refuse(f"{sys.executable} has no torch", "name a Python that has it: make gpu-check PYTHON=...")
+    if tuple(map(int, seen["torch"].split(".")[:2])) < OLDEST_TORCH:
+        refuse(f"torch {seen['torch']} is too old", "Shoal needs 2.11 or newer")
+    if seen["missing"]:
+        refuse(
+            f"{sys.executable} lacks {', '.join(seen['missing'])}",
+            "run `make wheels` on a machine with a network, then make gpu-check WHEELS=wheels",
+        )
+    if device == "cuda" and not seen["cuda"]:
+        refuse(f"torch {seen['torch']} sees no CUDA device here", "gpu-check is for machines with a GPU")
+
+
+def check_training(environment: dict[str, str], wish: argparse.Namespace) -> int:
+    """Run the GPU tests of training, then time it; return the worse exit status."""
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    tested = subprocess.run(tests, env=environment, cwd=ROOT, check=False).returncode
+    timing = ["--suite", "gpu", "--systems", "shoal", "transformers", "--device", wish.device]
+    timing += ["--output", str(wish.output), "--limit-s", "300", "--repeats", "5", "--steps", "5"]
+    if wish.tiny:
+        timing += ["--tiny", "--modes", "eager", "--repeats", "1", "--steps", "2", "--warmup", "1"]
+    timed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train_step", *timing], env=environment, cwd=ROOT, check=False
+    ).returncode
+    print(f"gpu tests: {'passed' if tested == 0 else 'FAILED'}; timing: {'done' if timed == 0 else 'FAILED'}")
+    return 1 if tested or timed else 0
+
+
+PARTS = {"train": check_training}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--part", default="")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of no interest, to try all paths")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "gpu_train.json")
+    wish = parser.parse_args()
+    if wish.part not in PARTS:
+        state = "is not built yet" if wish.part in NOT_BUILT else "is not a part"
+        refuse(f"PART = {wish.part!r} {state}", f"the parts are: {', '.join(PARTS)}")
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+        site = Path(name)
+        if wish.wheels is not None:
+            install_missing(wish.wheels, site)
+        describe_shoal(site)
+        paths = [str(ROOT / "src"), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep), str(site)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        check_python(environment, wish.device)
+        sys.exit(PARTS[wish.part](environment, wish))
+
+
+if __name__ == "__main__":
+    main()

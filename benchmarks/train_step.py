@@ -1,0 +1,285 @@
+"""Tokens/s of a training step: Shoal beside the loops that people write over transformers and litgpt.
+
+All systems train on the same batches with AdamW, in a process each. Those of one place of the grid (number
+format; eager or compiled) are up at the same time and take turns, so that all meet the same machine.
+
+    python -m benchmarks.train_step                                the CPU's record (`make bench-train`)
+    python -m benchmarks.train_step --suite gpu                    the GPU's (`make gpu-check PART=train`)
+    python -m benchmarks.train_step --tiny --device cpu --output FILE      all paths in a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import RECORDS, write_record
+from benchmarks.systems import SYSTEMS, Cell, Workload
+from shoal.config.sections import Model
+from shoal.models.counts import flops_per_token
+from shoal.models.shape import resolve_shape
+from shoal.train.metrics import read_metrics
+from tests.tiny_dataset import write_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+GPT2_IDS = 50_257
+WORKLOADS = {
+    "cpu": [Workload("cpu-30m", 6, 384, 6, GPT2_IDS, 256, 4, 1, "cpu", threads=2)],
+    "gpu": [
+        Workload("gpt2", 12, 768, 12, GPT2_IDS, 1024, 32, 4, "cuda", threads=0),
+        Workload("gpt2-medium", 24, 1024, 16, GPT2_IDS, 1024, 16, 4, "cuda", threads=0),
+    ],
+}
+TINY = Workload("tiny", 2, 32, 2, 257, 16, 2, 2, "cpu", threads=1)
+AIMS = {"gpt2": 460_000, "gpt2-medium": 180_000}  # tokens/s on one H200
+ANSWER_S = 900.0  # a cold compile of everything on two slow cores
+
+
+class WorkerError(Exception):
+    """A system did not run; the message is the last thing it said."""
+
+
+class Worker:
+    """The process of one cell."""
+
+    def __init__(self, cell: Cell, data: Path, folder: Path, warmup: int) -> None:
+        self.cell, self.folder = cell, folder
+        folder.mkdir(parents=True)
+        self._log = (folder / "log").open("w+")
+        arguments = ["--data", str(data), "--folder", str(folder / "run"), "--warmup", str(warmup)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.systems", json.dumps(dataclasses.asdict(cell)), *arguments],
+            cwd=ROOT,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **_threads(cell)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def answer(self, order: str = "") -> dict[str, Any]:
+        """Give an order, or none for the answer to the warm-up, and wait for what comes of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            if order:
+                print(order, file=self._process.stdin, flush=True)
+            ready = select.select([self._process.stdout], [], [], ANSWER_S)[0]
+            line = self._process.stdout.readline() if ready else ""
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.end()
+            self._log.seek(0)
+            said = [text.strip() for text in self._log.read().splitlines() if text.strip()]
+            raise WorkerError(said[-1] if said else f"no answer within {ANSWER_S:.0f} s")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _threads(cell: Cell) -> dict[str, str]:
+    threads = cell.workload.threads
+    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
+
+
+def measure(
+    cells: list[Cell], data: Path, folder: Path, *, repeats: int, steps: int, warmup: int, deadline: float
+) -> list[dict[str, Any]]:
+    """Let the cells take turns; return what each one showed, or why it did not run."""
+    workers = [Worker(cell, data, folder / cell.name.replace(" ", "-"), warmup) for cell in cells]
+    results = {worker.cell.name: _entry(worker.cell) for worker in workers}
+
+    def ask(worker: Worker, order: str = "") -> dict[str, Any] | None:
+        entry = results[worker.cell.name]
+        if "failed" in entry:
+            return None
+        try:
+            return worker.answer(order)
+        except WorkerError as error:
+            entry["failed"] = str(error)
+            print(f"{worker.cell.name}: failed: {error}", flush=True)
+            return None
+
+    try:
+        for worker in workers:
+            ask(worker)
+        for repeat in range(repeats):
+            if repeat and time.monotonic() > deadline:
+                break
+            for worker in workers[repeat % len(workers) :] + workers[: repeat % len(workers)]:
+                if answer := ask(worker, f"run {steps}"):
+                    _add_repeat(results[worker.cell.name], worker.cell, answer)
+        for worker in workers:
+            if answer := ask(worker, f"profile {max(1, steps // 3)}"):
+                results[worker.cell.name]["top_operations"] = answer["top_operations"]
+        for worker in workers:
+            if answer := ask(worker, "end"):
+                _add_end(results[worker.cell.name], worker, answer)
+    finally:
+        for worker in workers:
+            worker.end()
+    return list(results.values())
+
+
+def _entry(cell: Cell) -> dict[str, Any]:
+    return {
+        "workload": cell.workload.name,
+        "system": cell.system,
+        "dtype": cell.dtype,
+        "compiled": cell.compiled,
+        "tokens_per_s": [],
+        "step_s": [],
+    }
+
+
+def _add_repeat(entry: dict[str, Any], cell: Cell, answer: dict[str, Any]) -> None:
+    rate = cell.workload.step_tokens / statistics.median(answer["step_s"])
+    entry["step_s"].append([round(seconds, 5) for seconds in answer["step_s"]])
+    entry["tokens_per_s"].append(round(rate, 1))
+    entry["median_tokens_per_s"] = round(statistics.median(entry["tokens_per_s"]), 1)
+    if "loss" in answer:
+        entry["loss"] = round(answer["loss"], 4)
+    print(f"{cell.name}: {rate:,.0f} tokens/s", flush=True)
+
+
+def _add_end(entry: dict[str, Any], worker: Worker, answer: dict[str, Any]) -> None:
+    """Add what is known at the end: peak memory, MFU, and of Shoal the parts of a step."""
+    work = worker.cell.workload
+    shape = resolve_shape(
+        Model(n_layers=work.n_layers, d_model=work.d_model, n_heads=work.n_heads, max_seq_len=work.seq_len),
+        work.vocab_size,
+    )
+    flops = entry["median_tokens_per_s"] * flops_per_token(shape, work.seq_len)
+    entry["peak_bytes"] = answer["peak_bytes"]
+    entry["matmul_flops"] = answer["matmul_flops"]
+    entry["mfu_measured"] = round(flops / answer["matmul_flops"], 4)
+    if answer["peak_flops"]:
+        entry["mfu"] = round(flops / answer["peak_flops"], 4)
+    if worker.cell.system == "shoal":
+        lines = read_metrics(worker.folder / "run" / "metrics.jsonl")[-sum(map(len, entry["step_s"])) :]
+        phases = [name for name in lines[-1] if name.endswith("_s")]
+        entry["phases"] = {
+            name: round(statistics.median(line[name] for line in lines), 5)
+            for name in phases
+            if name in lines[0]
+        }
+        entry["loss"] = round(lines[-1]["loss"], 4)
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare each system at its own best: rates, ratio to the fastest peer, the aim where there is one."""
+    told = {}
+    for workload in dict.fromkeys(entry["workload"] for entry in results):
+        ran = [entry for entry in results if entry["workload"] == workload and entry["tokens_per_s"]]
+        best: dict[str, dict[str, Any]] = {}
+        for entry in sorted(ran, key=lambda entry: entry["median_tokens_per_s"]):
+            best[entry["system"]] = entry
+        peers = {name: entry for name, entry in best.items() if name != "shoal"}
+        line: dict[str, Any] = {
+            name: {
+                key: entry.get(key)
+                for key in ("dtype", "compiled", "median_tokens_per_s", "mfu", "mfu_measured")
+            }
+            for name, entry in best.items()
+        }
+        if "shoal" in best and peers:
+            fastest = max(peers, key=lambda name: peers[name]["median_tokens_per_s"])
+            ratio = best["shoal"]["median_tokens_per_s"] / peers[fastest]["median_tokens_per_s"]
+            line |= {"fastest_peer": fastest, "ratio_to_fastest_peer": round(ratio, 4)}
+        if workload in AIMS:
+            line["aim_tokens_per_s"] = AIMS[workload]
+        told[workload] = line
+    return told
+
+
+def choose_workloads(wish: argparse.Namespace) -> list[Workload]:
+    """Return the suite's workloads, or the tiny one, on the device asked for."""
+    workloads = [TINY] if wish.tiny else WORKLOADS[wish.suite]
+    return [dataclasses.replace(work, device=wish.device or work.device) for work in workloads]
+
+
+def run_grid(
+    wish: argparse.Namespace, workloads: list[Workload], systems: list[str], folder: Path
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure every place of the grid; return results and the places that the time limit left out."""
+    vocab_size = workloads[0].vocab_size
+    ids = np.random.default_rng(0).integers(0, vocab_size - 1, 20_000 if wish.tiny else 2_000_000)
+    data = write_dataset(folder / "data", {"train": [ids]}, vocab_size, vocab_size - 1)
+    deadline = time.monotonic() + wish.limit_s
+    results, left_out = [], []
+    for work in workloads:
+        for compiled in {"both": (False, True), "eager": (False,), "compiled": (True,)}[wish.modes]:
+            for dtype in wish.dtypes or (["bf16"] if wish.suite == "gpu" else ["fp32", "bf16"]):
+                cells = [Cell(work, system, dtype, compiled) for system in systems]
+                if time.monotonic() > deadline:
+                    left_out += [cell.name for cell in cells]
+                    continue
+                counts = {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup}
+                results += measure(cells, data, folder / "cells", **counts, deadline=deadline)
+    return results, left_out
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--suite", choices=WORKLOADS, default="cpu")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], help="the suite's, if not given")
+    parser.add_argument("--modes", choices=["both", "eager", "compiled"], default="both")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a repeat")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after this many seconds")
+    parser.add_argument("--tiny", action="store_true", help="a model of no interest, to try all paths")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="the suite's, if not given")
+    parser.add_argument("--output", type=Path, help="where the record goes; benchmarks/records if not given")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    wish = arguments()
+    absent = [name for name in wish.systems if importlib.util.find_spec(name) is None]
+    for name in absent:
+        print(f"{name} is not installed: left out", flush=True)
+    systems = [name for name in wish.systems if name not in absent]
+    workloads = choose_workloads(wish)
+    with tempfile.TemporaryDirectory(prefix="train-step-") as name:
+        results, left_out = run_grid(wish, workloads, systems, Path(name))
+    told = summary(results)
+    figures = {
+        "summary": told,
+        "absent": absent,
+        "left_out_by_time": left_out,
+        "settings": {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup},
+        "peer_versions": {name: version(name) for name in systems if name != "shoal"},
+        "workloads": [dataclasses.asdict(work) for work in workloads],
+        "results": results,
+    }
+    output = wish.output or RECORDS / f"{wish.suite}_train.json"
+    write_record(output.stem, figures, output.parent)
+    print(json.dumps(told, indent=2))
+    slower = [name for name, line in told.items() if line.get("ratio_to_fastest_peer", 0.0) < 1.0]
+    if slower and not wish.tiny:
+        sys.exit(f"error: shoal is slower than a peer, or did not run, on {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()
