@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from shoal import scoring
 from shoal.data.ahead import Ahead
 from shoal.data.loader import Batch, Loader, Windows, fixed_sample
+from shoal.models.documents import document_ids
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: tokens_bt [sequences, seq_len + 1] and a dropout key for each sequence."""
+    """What one forward pass takes: tokens_bt [sequences, seq_len + 1]; with keys, dropout is on."""
 
     tokens_bt: Tensor
-    dropout_keys_b: Tensor
+    dropout_keys_b: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,18 @@ class HostBatch(Batch):
 class Gpt:
     """The task seam: a batch for a step, and the (loss sum, token count) of a model on a part of it."""
 
-    def __init__(self, loader: Loader, *, seed: int, micro_batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        seed: int,
+        micro_batch_size: int,
+        device: torch.device,
+        reset_after: int | None = None,
+    ) -> None:
+        """Make the task; documents that end in token `reset_after` do not see each other."""
         self.loader = loader
+        self._reset_after = reset_after
         self._seed = seed
         self._micro = micro_batch_size
         self._device = device
@@ -69,8 +80,14 @@ class Gpt:
 
     def loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, in nats."""
-        logits_btv = model(micro.tokens_bt[:, :-1], dropout_keys_b=micro.dropout_keys_b)
-        return scoring.loss_sum(logits_btv, micro.tokens_bt[:, 1:])
+        inputs_bt, targets_bt = micro.tokens_bt[:, :-1], micro.tokens_bt[:, 1:]
+        ends = self._reset_after
+        logits_btv = model(
+            inputs_bt,
+            dropout_keys_b=micro.dropout_keys_b,
+            documents_bt=None if ends is None else document_ids(inputs_bt, ends),
+        )
+        return scoring.loss_sum(logits_btv, targets_bt)
 
 
 @dataclass(frozen=True)

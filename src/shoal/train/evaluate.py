@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal import scoring
-from shoal.tasks.gpt import EvalSet
+from shoal.tasks.gpt import EvalSet, MicroBatch
 from shoal.train.job import Job
 
 
@@ -24,7 +23,7 @@ def evaluate(job: Job, subset: EvalSet) -> float | None:
             return None
         if len(tokens_bt):
             with job.precision.autocast():
-                total += scoring.loss_sum(model(tokens_bt[:, :-1]), tokens_bt[:, 1:]).item()
+                total += job.task.loss(model, MicroBatch(tokens_bt, None)).item()
             count += tokens_bt[:, 1:].numel()
     model.train()
     global_total, global_count = process.sum(total, count)

@@ -73,7 +73,11 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         datasets=datasets,
         shape=shape,
         task=Gpt(
-            loader, seed=config.train.seed, micro_batch_size=config.train.micro_batch_size, device=device
+            loader,
+            seed=config.train.seed,
+            micro_batch_size=config.train.micro_batch_size,
+            device=device,
+            reset_after=datasets[0].eod_id if config.data.reset_documents else None,
         ),
         optimiser=build_optimiser(model, config.optimizer),
         replicated=apply(model, process, config.precision.reduce_dtype),
