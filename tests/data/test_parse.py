@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.data.bytelevel import CUT_AFTER_WORD, CUT_ANYWHERE
+from shoal.data.cut import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
 from shoal.data.prepare import parse
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
@@ -17,7 +17,7 @@ from shoal.data.prepare.plan import limit_ranges, plan_ranges
 from shoal.data.prepare.sources import find_sources
 from shoal.errors import DataError, InputError
 
-PLAIN = Format("text", None, None, CUT_AFTER_WORD)
+PLAIN = Format("text", None, None, AFTER_WORD)
 TEXTS = [
     "one two three",
     "",
@@ -92,7 +92,7 @@ def test_every_format_gives_every_document_once_for_any_range_size(tmp_path, kin
     assert documents(found) == documents(rows([tmp_path / f"in.{kind}"]))
 
 
-@pytest.mark.parametrize("cut", [CUT_AFTER_WORD, CUT_ANYWHERE, None])
+@pytest.mark.parametrize("cut", [AFTER_WORD, ANYWHERE, None])
 @pytest.mark.parametrize("range_bytes", [1, 7, 100, 5000])
 @pytest.mark.parametrize("text", ["Some words,\nand more. 很好,真的。\n" * 40, "x" * 500, " \n" * 200, "a b"])
 def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, cut, range_bytes, text):
@@ -103,12 +103,21 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, cut, range_byte
     assert sum(row["ends"] for row in found) == 2
 
 
+@pytest.mark.parametrize("range_bytes", [1, 7, 100, 5000])
+def test_a_cut_between_words_leaves_out_the_blank(tmp_path, range_bytes):
+    text = "some words and more " * 40 + "end"
+    (tmp_path / "a.txt").write_text(text)
+    found = rows([tmp_path], Format("text", None, None, BETWEEN_WORDS), range_bytes)
+    assert " ".join(row["text"] for row in found) == text
+    assert (len(found) > 1) == (range_bytes < 5000)
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "<|end|>", "x"])
 @pytest.mark.parametrize("range_bytes", [1, 10, 64, 5000])
 def test_a_separator_divides_a_text_file_alike_for_any_range_size(tmp_path, separator, range_bytes):
     text = separator.join(["one", "two\n", "", "dreißig", "\n", "fünf six"] * 5) + separator
     (tmp_path / "a.txt").write_text(text)
-    found = rows([tmp_path / "a.txt"], Format("text", None, separator, CUT_AFTER_WORD), range_bytes)
+    found = rows([tmp_path / "a.txt"], Format("text", None, separator, AFTER_WORD), range_bytes)
     assert [row["text"] for row in found if row["text"]] == [part for part in text.split(separator) if part]
     assert all(text.encode()[row["offset"] :].decode().startswith(row["text"]) for row in found)
 

@@ -157,7 +157,7 @@ def test_every_cut_leaves_the_ids_as_they_are(cut_tokenizer, texts):
     for text in [texts[0][:20_000], CHINESE * 3, EMOJI * 3, ODD * 3, *random_strings(1500, seed=3)]:
         data = text.encode()
         whole = reference.encode(text).ids
-        at = ours.find_cut(data, 1)
+        at = ours.cut.find(data, 1)
         while at is not None and at < len(data):
             left, right = data[:at].decode(), data[at:].decode()
             if len(data) < 1000 or cuts % 50 == 0:
@@ -166,7 +166,7 @@ def test_every_cut_leaves_the_ids_as_they_are(cut_tokenizer, texts):
                     right[:9],
                 )
             cuts += 1
-            at = ours.find_cut(data, at + 1)
+            at = ours.cut.find(data, at + 1)
     assert cuts > 3000
 
 
@@ -197,7 +197,7 @@ def test_a_tokenizer_whose_cuts_are_not_known_is_not_cut(change):
     built = byte_level(vocab, [])
     change(built)
     ours = parse_tokenizer(built.to_str().encode(), "uncut")
-    assert ours.find_cut(b"a b c d", 1) is None
+    assert ours.cut is None
     built.encode_special_tokens = True
     assert ours.encode("a b c") == built.encode("a b c", add_special_tokens=False).ids
 
@@ -244,15 +244,19 @@ def test_dropout_in_a_file_is_left_alone():
 
 @pytest.fixture(scope="module")
 def sentencepiece_file(tmp_path_factory):
+    return train_sentencepiece(tmp_path_factory.mktemp("spm"))
+
+
+def train_sentencepiece(folder, **changes):
+    """Train a small SentencePiece model; return its file."""
     spm = pytest.importorskip("sentencepiece")
-    folder = tmp_path_factory.mktemp("spm")
     lines = folder / "text.txt"
     words = ["the", "of", "and", "people", "nation", "time", "music", "water", "language", "history"]
     draw = random.Random(1)
     lines.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(2000)) + "\n" + CHINESE)
     spm.SentencePieceTrainer.train(
-        input=str(lines), model_prefix=str(folder / "m"), vocab_size=360, byte_fallback=True,
-        model_type="bpe", minloglevel=2,
+        input=str(lines), model_prefix=str(folder / "m"), byte_fallback=True,
+        minloglevel=2, **{"model_type": "bpe", "vocab_size": 360, **changes},
     )  # fmt: skip
     return folder / "m.model"
 
@@ -266,6 +270,35 @@ def test_sentencepiece_ids_are_the_librarys(sentencepiece_file):
         assert ids.tolist() == theirs.encode(text)
     assert ours.eod_id == theirs.eos_id()
     assert ours.decode(ours.encode("people of the world")) == "people of the world"
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_a_long_text_under_a_sentencepiece_bpe_is_cut_between_words(tmp_path, monkeypatch, extra):
+    from sentencepiece import SentencePieceProcessor
+
+    file = train_sentencepiece(tmp_path, remove_extra_whitespaces=extra, normalization_rule_name="identity")
+    ours, theirs = load_tokenizer(file), SentencePieceProcessor(str(file))
+    monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 40)
+    words = " ".join(
+        random.Random(2).choices(["people", "of", "the  world", "nation.", "12", "(a)", "\n"], k=3000)
+    )
+    for text in (words, CHINESE * 20, EMOJI * 20 + " x y z " * 30):
+        assert ours.encode(text) == theirs.encode(text)
+    assert len(list(ours._pieces(words))) > 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "unigram", "vocab_size": 280},
+        {"add_dummy_prefix": False},
+        {"treat_whitespace_as_suffix": True},
+        {"split_by_whitespace": False},
+        {"user_defined_symbols": ["people of"]},
+    ],
+)
+def test_a_sentencepiece_model_whose_cuts_are_not_known_is_not_cut(tmp_path, changes):
+    assert load_tokenizer(train_sentencepiece(tmp_path, **changes)).cut is None
 
 
 # --- streams ---

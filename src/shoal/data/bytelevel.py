@@ -1,10 +1,11 @@
-"""Facts about byte-level BPE: its alphabet, where a text may be cut, when tiktoken gives the same ids."""
+"""Facts about byte-level BPE: its alphabet, whether texts may be cut, when tiktoken gives the same ids."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
+
+from shoal.data.cut import AFTER_WORD, Cut
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD_RULES = (
@@ -14,11 +15,6 @@ _WORD_RULES = (
 # GPT-2's own, and the two that Llama 3, Qwen and their kin share. In all of them no match holds a letter or
 # digit followed by white space or by a punctuation mark, and none looks behind: a cut there changes no match.
 CUTTABLE_PATTERNS = frozenset({GPT2_PATTERN, _WORD_RULES % r"\p{N}{1,3}", _WORD_RULES % r"\p{N}"})
-_HAN = rb"(?:\xe4[\xb8-\xbf]|[\xe5-\xe9][\x80-\xbf])[\x80-\xbf]"  # U+4E00..U+9FFF, letters all
-CUT_AFTER_WORD = re.compile(
-    rb"(?<=[A-Za-z0-9])(?=[ \n])|(?<=" + _HAN + rb")(?=[ \n]|\xef\xbc\x8c|\xe3\x80\x82)"
-)
-CUT_ANYWHERE = re.compile(rb"(?=[\x00-\x7f\xc0-\xff])")  # before any character
 
 
 def _alphabet() -> dict[str, int]:
@@ -84,13 +80,13 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def cut_rule(spec: dict[str, Any]) -> re.Pattern[bytes] | None:
+def cut_rule(spec: dict[str, Any]) -> Cut | None:
     """Return where a text may be cut without changing ids under this `tokenizer.json`; None where unknown."""
     stages = _stages(spec.get("pre_tokenizer"))
     if spec.get("normalizer") is not None or not stages or _visible_added(spec):
         return None
     if is_gpt2_split(stages):
-        return CUT_AFTER_WORD
+        return AFTER_WORD
     kinds = [stage.get("type") for stage in stages]
     if (
         kinds != ["Split", "ByteLevel"]
@@ -100,7 +96,7 @@ def cut_rule(spec: dict[str, Any]) -> re.Pattern[bytes] | None:
         return None
     split, pattern = stages[0], stages[0].get("pattern") or {}
     plain = split.get("behavior") == "Isolated" and not split.get("invert")
-    return CUT_AFTER_WORD if plain and pattern.get("Regex") in CUTTABLE_PATTERNS else None
+    return AFTER_WORD if plain and pattern.get("Regex") in CUTTABLE_PATTERNS else None
 
 
 def is_gpt2_split(stages: list[dict[str, Any]]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.data.bytelevel import BYTE_OF, CUT_ANYWHERE, byte_level_merges, cut_rule, tiktoken_ranks, to_chars
+from shoal.data.bytelevel import BYTE_OF, byte_level_merges, cut_rule, tiktoken_ranks, to_chars
+from shoal.data.cut import ANYWHERE, Cut, sentencepiece_cut
 from shoal.errors import DataError
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json has some 40 MB
@@ -33,7 +33,7 @@ class Backend(Protocol):
     name: str
     vocab_size: int
     eod_id: int
-    cut: re.Pattern[bytes] | None
+    cut: Cut | None
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts of moderate size."""
@@ -64,7 +64,7 @@ class Tokenizer:
         out = []
         for text in texts:
             parts = [self._ids([piece])[0] for piece in self._pieces(text)]
-            out.append(np.concatenate(parts) if parts else np.zeros(0, np.uint32))
+            out.append(np.concatenate(parts))
         return out
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,11 +74,6 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """Return a decoder for ids that come one by one."""
         return TextStream(self)
-
-    def find_cut(self, data: bytes, start: int) -> int | None:
-        """Return the first place from `start` on where UTF-8 `data` may be cut; None where there is none."""
-        found = self._backend.cut.search(data, start) if self._backend.cut else None
-        return found.start() if found else None
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode, turning a lone surrogate into a sentence."""
@@ -92,11 +87,10 @@ class Tokenizer:
     def _pieces(self, text: str) -> Iterator[str]:
         """Cut a long text into pieces of about PIECE_BYTES."""
         data, start = text.encode(errors="surrogatepass"), 0
-        while start < len(data):
-            end = self.find_cut(data, start + PIECE_BYTES) if start + PIECE_BYTES < len(data) else len(data)
-            end = len(data) if end is None else end
+        while self.cut and (end := self.cut.find(data, start + PIECE_BYTES)) is not None:
             yield data[start:end].decode(errors="surrogatepass")
-            start = end
+            start = end + self.cut.skip
+        yield data[start:].decode(errors="surrogatepass")
 
 
 class TextStream:
@@ -152,7 +146,7 @@ class JsonBackend:
             )
         self._spec, self._where = spec, where
         self._is_bytes = _is_bytes(spec)
-        self.cut = CUT_ANYWHERE if self._is_bytes else cut_rule(spec)
+        self.cut = ANYWHERE if self._is_bytes else cut_rule(spec)
         self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -193,9 +187,7 @@ class JsonBackend:
 
 
 class SentencePieceBackend:
-    """A SentencePiece `.model`, read by its own library. Long texts stay whole: scores see all of a text."""
-
-    cut: re.Pattern[bytes] | None = None
+    """A SentencePiece `.model`, read by its own library."""
 
     def __init__(self, content: bytes, where: str) -> None:
         try:
@@ -213,6 +205,8 @@ class SentencePieceBackend:
                 f"tokenizer {where} has no </s>, which ends a document", hint="train it with eos_id set"
             )
         self.name = "SentencePiece"
+        pieces = map(self.processor.id_to_piece, range(self.vocab_size))
+        self.cut = sentencepiece_cut(content, pieces)
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts one after the other."""

@@ -7,7 +7,6 @@ import csv
 import gzip
 import io
 import json
-import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from shoal.data.cut import Cut
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
@@ -51,7 +51,7 @@ class Format:
     text_key: str
     delim: str | None
     separator: str | None
-    cut: re.Pattern[bytes] | None
+    cut: Cut | None
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,11 @@ def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[Ro
         return
     at = skip
     while at < len(data):
-        found = form.cut.search(data, at + _PIECE) if form.cut else None
-        stop = found.start() if found else len(data)
+        found = form.cut.find(data, at + _PIECE) if form.cut else None
+        stop = len(data) if found is None else found
         first, last = start + at == skip, start + stop == source.size
-        yield Row(start + at, 0, data[at:stop].decode(), None, starts=first, ends=last)
+        begin = at if first or form.cut is None else at + form.cut.skip
+        yield Row(start + at, 0, data[begin:stop].decode(), None, starts=first, ends=last)
         at = stop
 
 
@@ -190,7 +191,7 @@ def _refusal(path: str, bad: int) -> tuple[int, None, str]:
     return line, None, _not_utf8(head, byte[0], bad)
 
 
-def _cut_from(file: BinaryIO, place: int, size: int, cut: re.Pattern[bytes] | None) -> int:
+def _cut_from(file: BinaryIO, place: int, size: int, cut: Cut | None) -> int:
     """Return the first place from `place` on where the text may be cut; it depends on nothing else."""
     if place in (0, size):
         return place
@@ -200,9 +201,9 @@ def _cut_from(file: BinaryIO, place: int, size: int, cut: re.Pattern[bytes] | No
     buffer, at = b"", place - begin
     while block := file.read(_BLOCK):
         buffer += block
-        found = cut.search(buffer, at)
-        if found:
-            return begin + found.start()
+        found = cut.find(buffer, at)
+        if found is not None:
+            return begin + found
         at = max(at, len(buffer) - 8)
     return size
 

@@ -43,12 +43,11 @@ class RangeProgress:
 
     def show(self, done_bytes: int) -> None:
         """Show how many bytes are done."""
+        finished = self._done < self._total <= done_bytes
         self._done = max(self._done, done_bytes)
         self._bar.update(self._task, completed=self._done, speed=self.speed())
         now = time.monotonic()
-        if not self._console.is_terminal and (
-            now - self._last_line > _LINE_EVERY_S or self._done >= self._total
-        ):
+        if not self._console.is_terminal and (now - self._last_line > _LINE_EVERY_S or finished):
             self._last_line = now
             self._console.print(f"tokenise {self._done / self._total:4.0%}  {self.speed()}", highlight=False)
 

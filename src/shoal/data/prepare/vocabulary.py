@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.bytelevel import BYTE_OF, CUT_AFTER_WORD, merges_of, to_chars
+from shoal.data.bytelevel import BYTE_OF, merges_of, to_chars
+from shoal.data.cut import AFTER_WORD
 from shoal.data.permutation import permute
 from shoal.data.prepare.options import BYTES, GPT2, TRAINED
 from shoal.data.prepare.parse import Format, parse_range
@@ -74,7 +75,7 @@ def sample_text(
 
     The places are ranges of fixed size, whatever size the work is cut into.
     """
-    form = Format(form.text_key, form.delim, form.separator, CUT_AFTER_WORD)
+    form = Format(form.text_key, form.delim, form.separator, AFTER_WORD)
     main = [source for source in sources if source.role == "main"]
     files = dict(enumerate(main))
     ranges = plan_ranges(main, SAMPLE_RANGE, separator=form.separator, cuttable=True)

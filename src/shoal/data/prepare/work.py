@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shoal.data.cut import Cut
 from shoal.data.indexed import token_dtype
 from shoal.data.prepare.parse import PARSED, Format, Notes, parse_range
 from shoal.data.prepare.sources import SourceFile, WorkRange
@@ -31,7 +31,7 @@ class WorkSpec:
     delim: str | None
     separator: str | None
 
-    def form(self, cut: re.Pattern[bytes] | None) -> Format:
+    def form(self, cut: Cut | None) -> Format:
         """Return how to read the files."""
         return Format(self.text_key, self.delim, self.separator, cut)
 
