@@ -33,7 +33,7 @@ class StepClock:
     def begin(self) -> None:
         """Start a step."""
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self._spans.clear()  # of a step that was not finished
+        self._spans.clear()
         self._began = self.now()
 
     @contextmanager
@@ -56,7 +56,6 @@ class StepClock:
         self.device.synchronise()
         for name, first, last in self._spans:
             self.phases[name] += first.elapsed_time(last) / 1e3
-        self._spans.clear()
         return self.now() - self._began
 
 
