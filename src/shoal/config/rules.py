@@ -68,7 +68,7 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"schedule.warmup_steps = {config.schedule.warmup_steps} and schedule.warmup_fraction = "
             f"{config.schedule.warmup_fraction:g} are both given",
-            hint="leave one of them out",
+            hint="set one of them to 0: --schedule.warmup_fraction 0, or --schedule.warmup_steps 0",
         )
     decay = config.schedule.decay_steps or config.train.steps
     if config.schedule.warmup_steps > decay:
