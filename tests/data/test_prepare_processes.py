@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli import app
-from shoal.data.prepare import run
+from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
 
@@ -23,7 +23,7 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from shoal.cli import main
-from shoal.data.prepare import run
+from shoal.data.prepare import engine, run
 run.range_size = lambda sources: 30_000
 sys.argv = ["shoal", "prepare", *json.loads(sys.argv[1])]
 main()
@@ -190,3 +190,16 @@ def test_an_engine_that_is_not_installed_is_a_sentence(corpus, tmp_path, monkeyp
     with pytest.raises(ShoalError, match="needs Daft") as error:
         run.prepare(options(corpus, tmp_path / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True))
     assert error.value.hint == "pip install 'shoal[data]'"
+
+
+def test_a_dead_worker_that_the_engine_does_not_notice_is_told_too(tmp_path, monkeypatch):
+    """Daft has been seen waiting for a dead worker for ever: silence and a lock that is free mean death."""
+    monkeypatch.setattr(engine, "_DEATH_S", 0.3)
+    (tmp_path / "worker-1").write_text("12")  # nobody holds its lock
+    reader, writer = os.pipe()
+    with pytest.raises(ShoalError, match="a worker process died"):
+        list(engine._results(reader, tmp_path))
+    os.write(writer, b'{"index": 1}\n\n')
+    assert list(engine._results(reader, tmp_path)) == [{"index": 1}]
+    os.close(reader)
+    os.close(writer)
