@@ -213,6 +213,28 @@ def test_the_place_in_a_file_that_is_one_stream_is_known(tmp_path, kind, monkeyp
     assert Notes().read_bytes() == 0
 
 
+def test_a_parquet_column_of_any_text_type_is_read_and_no_other(tmp_path):
+    kinds = [
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.string_view(),
+    ]
+    for number, kind in enumerate(kinds):
+        path = tmp_path / f"{number}.parquet"
+        column = pa.array(["one", None, "two"], pa.string()).cast(kind)
+        pq.write_table(pa.table({"text": column}), path)
+        assert [row["text"] or row["reason"] for row in rows([path])] == [
+            "one",
+            "'text' is null, not a string",
+            "two",
+        ]
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+    with pytest.raises(DataError, match="column 'text' is int64, not text"):
+        rows([path])
+
+
 def test_a_delimiter_can_be_chosen(tmp_path):
     (tmp_path / "a.csv").write_text("id;text\n1;a,b\n2\n3;c\n")
     found = rows([tmp_path], Format("text", ";", None, None))

@@ -245,6 +245,24 @@ def test_a_kill_between_two_renames_is_mended(prepare, corpus, tmp_path, monkeyp
     assert content(prepare(corpus)[0].path) == whole
 
 
+def test_a_kill_after_the_manifest_leaves_nothing_for_ever(prepare, corpus):
+    dataset, _ = prepare(corpus)
+    (dataset.path / ".work" / "abc").mkdir(parents=True)
+    prepare(corpus)
+    assert not (dataset.path / ".work").exists()
+
+
+def test_a_file_name_that_is_not_utf8_is_only_a_name(prepare, corpus, documents_of):
+    for name, text in ((b"z\xff.txt", b"the last"), (b"z\xfe.txt", b"\xff")):
+        with open(os.path.join(os.fsencode(corpus), name), "wb") as file:
+            file.write(text)
+    dataset, _ = prepare(corpus, split="1")
+    assert documents_of(dataset)[-1] == "the last"
+    assert (
+        "z" in json.loads((dataset.path / "rejects" / "rejects.jsonl").read_text().splitlines()[-1])["file"]
+    )
+
+
 # --- bad input ---
 
 

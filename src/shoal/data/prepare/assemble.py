@@ -152,4 +152,4 @@ def _reject_lines(
                 "offset": row["offset"],
                 "reason": row["reason"],
             }
-            yield json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+            yield json.dumps(entry).encode() + b"\n"  # ASCII: a file's name need not be UTF-8

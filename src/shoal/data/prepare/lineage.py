@@ -81,7 +81,7 @@ def build_manifest(
             "counters": {
                 name: counters[name] for name in ("documents_read", "rejected", "empty", "bytes_read")
             },
-            "files": [{"path": s.path, "role": s.role, "bytes": s.size} for s in sources],
+            "files": [{"path": _shown(s.path), "role": s.role, "bytes": s.size} for s in sources],
         },
         "tokenise": {
             "stage": "tokenise",
@@ -110,6 +110,11 @@ def build_manifest(
         "lineage": [{k: v for k, v in record.items() if k != "files"} for record in stages.values()],
     }
     return manifest, stages
+
+
+def _shown(path: str) -> str:
+    """Return a path as text, though a file's name need not be UTF-8."""
+    return path.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _counters(summaries: list[dict[str, Any]]) -> dict[str, int]:

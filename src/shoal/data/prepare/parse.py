@@ -320,6 +320,11 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
             raise DataError(
                 f"{source.path}: {no_key(form.text_key, file.schema_arrow.names)}", hint=_NAME_THE_KEY
             )
+        kind = file.schema_arrow.field(form.text_key).type
+        if not _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+            raise DataError(
+                f"{source.path}: column {form.text_key!r} is {kind}, not text", hint=_NAME_THE_KEY
+            )
         first = sum(file.metadata.row_group(group).num_rows for group in range(segment.start))
         groups = list(range(segment.start, segment.end))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[form.text_key]):
@@ -328,6 +333,19 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
             first += batch.num_rows
     except pa.ArrowException as error:
         raise DataError(f"{source.path} is damaged: {error}", hint="leave it out or copy it again") from error
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Tell whether a column holds strings, or bytes that may be some."""
+    known = (
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+    )
+    return kind in known
 
 
 def _strings(column: pa.Array) -> Iterator[str | None]:

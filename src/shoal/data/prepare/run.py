@@ -92,6 +92,7 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
             f"{output} already holds a dataset made otherwise: {'; '.join(different)}",
             hint="choose another --output, or delete that folder first",
         )
+    shutil.rmtree(output / WORK_DIR, ignore_errors=True)  # left by a kill after the manifest was written
     console.print(f"{output} is up to date: same inputs, same options; nothing to do")
     return dataset
 
