@@ -55,8 +55,8 @@ def prepare(
     delim: str | None = None,
     separator: str | None = None,
     limit: int | None = None,
-    validation: tuple[str, ...] = (),
-    test: tuple[str, ...] = (),
+    validation: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     max_rejected_share: float = 0.05,
     workers: int | None = None,
     json: Path | None = None,
@@ -90,7 +90,7 @@ def prepare(
     delim
         Character between CSV fields; a comma, or a tab for .tsv, if left out.
     separator
-        Text between the documents of a .txt file; each file is one document if left out.
+        Text between the documents of a .txt file (\\n is a newline); each file is one document if left out.
     limit
         Take only the first so many documents.
     validation

@@ -378,6 +378,18 @@ def test_a_panic_of_the_library_is_a_sentence(change):
         parse_tokenizer(content.encode(), "x")
 
 
+def test_a_file_or_a_vocabulary_beyond_all_measure_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    spec = json.loads(bytes_tokenizer_json())
+    spec["model"]["vocab"]["A"] = 2**30
+    path.write_text(json.dumps(spec))
+    with pytest.raises(DataError, match=r"has [\d,]+ ids; allowed are 1 to 16,777,216"):
+        load_tokenizer(path)
+    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 100)
+    with pytest.raises(DataError, match="is larger than 0 MiB: not a tokenizer"):
+        load_tokenizer(path)
+
+
 def test_an_unknown_token_that_is_missing_is_told_when_it_is_needed():
     built = Reference(models.WordPiece({"a": 0, "</s>": 1}, unk_token="[UNK]"))
     tokenizer = parse_tokenizer(built.to_str().encode(), "x")
