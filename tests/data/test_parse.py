@@ -103,6 +103,19 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, cut, range_byte
     assert sum(row["ends"] for row in found) == 2
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 16, 100])
+@pytest.mark.parametrize("filler", ["x", "好", "-"])
+def test_a_cut_is_found_at_the_same_place_whatever_is_read_at_once(tmp_path, monkeypatch, block, filler):
+    text = "one two" + filler * 60 + "word，three。" + filler * 60 + "四。end now"
+    (tmp_path / "a.txt").write_text(text)
+    expected = [documents(rows([tmp_path], range_bytes=size)) for size in (10, 33)]
+    pieces = [row["offset"] for row in rows([tmp_path], range_bytes=10)]
+    monkeypatch.setattr(parse, "_BLOCK", block)
+    assert [documents(rows([tmp_path], range_bytes=size)) for size in (10, 33)] == expected
+    assert [row["offset"] for row in rows([tmp_path], range_bytes=10)] == pieces
+    assert len(pieces) >= 3
+
+
 @pytest.mark.parametrize("range_bytes", [1, 7, 100, 5000])
 def test_a_cut_between_words_leaves_out_the_blank(tmp_path, range_bytes):
     text = "some words and more " * 40 + "end"

@@ -245,6 +245,21 @@ def test_a_kill_between_two_renames_is_mended(prepare, corpus, tmp_path, monkeyp
     assert content(prepare(corpus)[0].path) == whole
 
 
+@pytest.mark.parametrize("change", ["written to", "removed"])
+def test_text_that_changes_while_it_is_read_is_refused(prepare, corpus, tmp_path, monkeypatch, change):
+    original = run.run_ranges
+
+    def meddling(packed, spec, workers):
+        yield from original(packed, spec, workers)
+        (corpus / "d.txt").write_text("new") if change == "written to" else (corpus / "d.txt").unlink()
+
+    monkeypatch.setattr(run, "run_ranges", meddling)
+    with pytest.raises(DataError, match=rf"d\.txt was {change} while it was read"):
+        prepare(corpus)
+    monkeypatch.setattr(run, "run_ranges", original)
+    prepare(corpus)
+
+
 def test_a_kill_after_the_manifest_leaves_nothing_for_ever(prepare, corpus):
     dataset, _ = prepare(corpus)
     (dataset.path / ".work" / "abc").mkdir(parents=True)

@@ -24,6 +24,7 @@ from shoal.errors import DataError
 BATCH_BYTES = 1 << 19
 BATCH_ROWS = 4096
 _BLOCK = 1 << 18
+_CONTEXT = 8  # bytes around a cut that a rule may look at
 _PIECE = 4 << 20  # of a document that spans more than one row
 _NAME_THE_KEY = "name the key or column that holds the text with --text-key"
 _NO_KEY = "no key"
@@ -196,7 +197,7 @@ def _cut_from(file: BinaryIO, place: int, size: int, cut: Cut | None) -> int:
     if place in (0, size):
         return place
     assert cut is not None
-    begin = max(0, place - 8)  # the rule looks at the character before a cut
+    begin = max(0, place - _CONTEXT)
     file.seek(begin)
     buffer, at = b"", place - begin
     while block := file.read(_BLOCK):
@@ -204,7 +205,8 @@ def _cut_from(file: BinaryIO, place: int, size: int, cut: Cut | None) -> int:
         found = cut.find(buffer, at)
         if found is not None:
             return begin + found
-        at = max(at, len(buffer) - 8)
+        drop = max(0, len(buffer) - 2 * _CONTEXT)
+        begin, buffer, at = begin + drop, buffer[drop:], max(at - drop, min(at, _CONTEXT))
     return size
 
 

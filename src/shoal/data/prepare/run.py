@@ -24,7 +24,7 @@ from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
 from shoal.data.prepare.parse import refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
 from shoal.data.prepare.progress import RangeProgress, summary_table
-from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources
+from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
 from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
@@ -242,6 +242,7 @@ def _finish(
     console: Console,
 ) -> Dataset:
     """Check what was counted, assemble the splits, and publish everything."""
+    refuse_changed(sources)
     shutil.rmtree(paths.final, ignore_errors=True)
     paths.final.mkdir()
     write_rejects(paths.ranges, paths.final, summaries, sources)

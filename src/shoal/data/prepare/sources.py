@@ -23,6 +23,7 @@ KINDS = {
     ".parquet": "parquet",
 }
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_RUN_AGAIN = "run the same command again when nothing writes to the text any more; it starts anew"
 _GLOB = frozenset("*?[")
 
 
@@ -154,6 +155,17 @@ def _source(path: Path, role: str, kind: str | None) -> SourceFile:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
     return SourceFile(str(path.absolute()), role, kind, facts.st_size, facts.st_mtime_ns)
+
+
+def refuse_changed(sources: list[SourceFile]) -> None:
+    """Raise DataError where a file was written to since it was listed: ranges would be of two versions."""
+    for source in sources:
+        try:
+            facts = Path(source.path).stat()
+        except OSError as error:
+            raise DataError(f"{source.path} was removed while it was read", hint=_RUN_AGAIN) from error
+        if (facts.st_size, facts.st_mtime_ns) != (source.size, source.mtime_ns):
+            raise DataError(f"{source.path} was written to while it was read", hint=_RUN_AGAIN)
 
 
 def _refuse_overlap(sources: list[SourceFile]) -> None:
