@@ -41,10 +41,10 @@ def process_context() -> Any:
 class Worker:
     """One warm process and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int) -> None:
         context = process_context()
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -72,7 +72,7 @@ class Pool:
         """
         assert 1 <= world_size <= MAX_WORKERS, world_size
         while len(self._workers) < world_size:
-            self._workers.append(Worker())
+            self._workers.append(Worker(self._store.port))
         team = self._workers[:world_size]
         for worker in team:
             if not worker.pipe.poll(120):
@@ -80,11 +80,12 @@ class Pool:
             assert worker.pipe.recv_bytes() == b"ready"
         self._calls += 1
         for rank, worker in enumerate(team):
-            job = (fn, args, rank, world_size, self._store.port, f"call{self._calls}", timeout)
+            job = (fn, args, rank, world_size, f"call{self._calls}", timeout)
             worker.pipe.send_bytes(pickle.dumps((list(sys.path), pickle.dumps(job))))
         answers = self._collect(team, timeout)
         failed = [f"--- rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
         if failed:
+            self._replace(team)
             raise RankError(
                 f"{len(failed)} of {world_size} ranks failed in {fn.__name__}\n" + "\n".join(failed)
             )
@@ -100,18 +101,17 @@ class Pool:
                 answers[rank] = _answer(team[rank])
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        for rank, worker in enumerate(team):
-            if rank not in answers:
-                answers[rank] = (False, f"no answer in time (limit {timeout:g} s); killed")
-                worker.kill()
-            if not worker.process.is_alive():
-                self._workers.remove(worker)
-        return [answers[rank] for rank in range(len(team))]
+        late = (False, f"no answer in time (limit {timeout:g} s); killed")
+        return [answers.get(rank, late) for rank in range(len(team))]
+
+    def _replace(self, team: list[Worker]) -> None:
+        """Kill the ranks of a failed call: torch counts process groups, and may count differently now."""
+        for worker in team:
+            worker.kill()
+            self._workers.remove(worker)
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        self._replace(list(self._workers))
 
 
 def _answer(worker: Worker) -> tuple[bool, Any]:
@@ -122,10 +122,12 @@ def _answer(worker: Worker) -> tuple[bool, Any]:
         return False, f"died with exit code {worker.process.exitcode}"
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, port: int) -> None:
     """Run jobs until the parent goes; one torch thread."""
     import torch
+    from torch.distributed import TCPStore
 
+    store = TCPStore("127.0.0.1", port, is_master=False)  # once: now and then connecting takes 5 s
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     while True:
@@ -136,22 +138,22 @@ def _serve(pipe: Connection) -> None:
             return
         sys.path[:] = path  # test modules without a package live in folders that pytest added later
         try:
-            answer = pickle.dumps((True, _run_job(*pickle.loads(job))))
+            answer = pickle.dumps((True, _run_job(store, *pickle.loads(job))))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
 def _run_job(
-    fn: Callable[..., Any], args: tuple, rank: int, world_size: int, port: int, prefix: str, timeout: float
+    store: Any, fn: Callable[..., Any], args: tuple, rank: int, world_size: int, prefix: str, timeout: float
 ) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+    own = dist.PrefixStore(prefix, store)
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=limit)
     try:
         return fn(*args)
     finally:
