@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.config.sections import Config
 from shoal.gradsync.allreduce import AllReduce
 from shoal.models.decoder import Decoder
+from shoal.parallel.compile import Compilation, compile_blocks
 from shoal.runtime.process import Process
 
 
@@ -31,9 +33,15 @@ class Replicated:
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def apply(model: Decoder, process: Process, reduce_dtype: str) -> Replicated:
-    """Wrap a materialised model for data parallelism. Collective over the world."""
-    sync = AllReduce(_REDUCE_DTYPES[reduce_dtype])
+def apply(model: Decoder, process: Process, config: Config, compilation: Compilation) -> Replicated:
+    """Wrap a materialised model: recompute, compile, replicate. Collective over the world.
+
+    In this order, as the compiler is to see what is recomputed, and replicas what is compiled.
+    """
+    model.set_recompute(config.train.recompute, config.train.recompute_layers)
+    if compilation.on:
+        compile_blocks(model)
+    sync = AllReduce(_REDUCE_DTYPES[config.precision.reduce_dtype])
     if process.world_size == 1:
         return Replicated(model, model, sync)
     wrapped = DistributedDataParallel(
@@ -43,7 +51,9 @@ def apply(model: Decoder, process: Process, reduce_dtype: str) -> Replicated:
         init_sync=False,  # every rank computed the same weights
     )
     sync.attach(wrapped)
-    _settle_buckets(wrapped, sync, process.device.torch_device)
+    # Compiled code would be made for this one token, too.
+    with torch.compiler.set_stance("force_eager") if compilation.on else nullcontext():
+        _settle_buckets(wrapped, sync, process.device.torch_device)
     return Replicated(model, wrapped, sync)
 
 

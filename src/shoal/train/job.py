@@ -12,6 +12,8 @@ from shoal.data.loader import Loader, Windows
 from shoal.models.init import build_decoder
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.parallel.apply import Replicated, apply
+from shoal.parallel.compile import Compilation, decide
+from shoal.runtime.compiler import keep_compiled_in
 from shoal.runtime.log import log
 from shoal.runtime.process import Process
 from shoal.runtime.stop import Stop
@@ -36,6 +38,7 @@ class Job:
     shape: ModelShape
     task: Gpt
     replicated: Replicated
+    compilation: Compilation
     optimiser: Optimiser
     precision: Precision
     validation: EvalSet | None
@@ -64,6 +67,9 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     device = process.device.torch_device
     precision = Precision(config.precision, device)
     loader = _make_loader(config, datasets, process)
+    compilation = decide(config, shape, process)
+    if compilation.on:
+        keep_compiled_in(request.run_dir / "compiled")
     model = build_decoder(shape, config.train.seed, device)
     clock = StepClock(process.device)
     return Job(
@@ -80,7 +86,8 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
             reset_after=datasets[0].eod_id if config.data.reset_documents else None,
         ),
         optimiser=build_optimiser(model, config.optimizer),
-        replicated=apply(model, process, config.precision.reduce_dtype),
+        replicated=apply(model, process, config, compilation),
+        compilation=compilation,
         precision=precision,
         validation=_eval_set(config, datasets, "validation"),
         test=_eval_set(config, datasets, "test"),

@@ -83,4 +83,16 @@ def _schedule(job: Job) -> list[tuple[str, str]]:
             f"down to {config.schedule.min_lr:g} at step {horizon(config)}",
         ),
         ("optimiser", config.optimizer.name),
+        ("compile", f"{'yes' if job.compilation.on else 'no'} ({job.compilation.reason})"),
+        ("recompute", _recompute(job)),
     ]
+
+
+def _recompute(job: Job) -> str:
+    train, layers = job.config.train, job.shape.n_layers
+    if train.recompute != "full":
+        return train.recompute
+    chunk = min(train.recompute_layers, layers)
+    whole, rest = divmod(layers, chunk)
+    last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
+    return f"full, {whole} chunk(s) of {chunk} layer(s){last}"
