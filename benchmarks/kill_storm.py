@@ -290,6 +290,7 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
         "rank_kill_to_next_step_s": spread("kill_to_next_step_s", of_ranks),
         "seed": seed,
         "took_s": round(took_s, 1),
+        "source": source(),
         "options": OPTIONS,
         "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "load_average_at_the_end": [round(load, 1) for load in os.getloadavg()],
@@ -299,6 +300,12 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
             "shoal": version("shoal"),
         },
     }
+
+
+def source() -> str:
+    """Return the commit that the code comes from."""
+    result = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return result.stdout.strip() or "unknown"
 
 
 def processor() -> str:
