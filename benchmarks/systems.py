@@ -21,9 +21,9 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 from shoal.config.load import validate
-from shoal.config.sections import Train
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Loader, Windows
 from shoal.runtime.device import Device, select_device
@@ -150,9 +150,13 @@ class Pace:
 
 
 def top_operations(profile: torch.profiler.profile, on_cuda: bool, count: int = 12) -> list[dict[str, Any]]:
-    """Return the operations with the most time of their own and their share of all of it."""
-    events = profile.key_averages()
-    times = {e.key: e.self_device_time_total if on_cuda else e.self_cpu_time_total for e in events}
+    """Return the operations (on CUDA: kernels) with the most time of their own and their share of all."""
+    times: dict[str, float] = {}
+    for event in profile.key_averages():
+        if not on_cuda:
+            times[event.key] = event.self_cpu_time_total
+        elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            times[event.key] = event.self_device_time_total
     total = sum(times.values())
     first = sorted(times, key=times.__getitem__, reverse=True)[:count]
     return [{"name": name[:80], "share": round(times[name] / total, 4)} for name in first]
@@ -172,7 +176,7 @@ class PacedStop(Stop):
 def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
     """Run the training loop of `shoal train` itself, all that belongs to a step included."""
     work = cell.workload
-    sections: dict[str, dict[str, Any]] = {
+    sections = {
         "model": {
             "n_layers": work.n_layers,
             "d_model": work.d_model,
@@ -195,10 +199,6 @@ def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device]
         "checkpoint": {"every": 0},
         "runtime": {"device": work.device, "threads": work.threads},
     }
-    if "compile" not in Train.model_fields:
-        del sections["train"]["compile"]
-        if cell.compiled:
-            sys.exit("error: this version of shoal has no train.compile")
     config = validate(sections, cell.name)
     process: Process = join(config.runtime)
     stop = PacedStop(process, folder, config.runtime, launched=False)

@@ -1,0 +1,77 @@
+"""The check of a CUDA machine, as far as it goes without one."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+
+
+def check(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", *map(str, arguments)],
+        cwd=gpu_check.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("part", ["", "layouts", "bench", "plan", "nonsense"])
+def test_a_part_that_does_not_exist_is_refused_with_those_that_do(part):
+    done = check("--part", part)
+    assert done.returncode == 1
+    assert "the parts are: train" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_machine_without_a_gpu_is_refused_in_a_sentence():
+    done = check("--part", "train")
+    assert done.returncode == 1
+    assert "sees no CUDA device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
+    output = tmp_path / "record.json"
+    done = check("--part", "train", "--device", "cpu", "--tiny", "--output", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gpu tests: passed; timing: done" in done.stdout
+    record = json.loads(output.read_text())
+    assert {entry["system"] for entry in record["results"]} == {"shoal", "transformers"}
+    for entry in record["results"]:
+        assert entry["median_tokens_per_s"] > 0
+        assert entry["mfu_measured"] > 0
+        assert entry["top_operations"][0]["share"] > 0
+    assert record["summary"]["tiny"]["ratio_to_fastest_peer"] > 0
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def wheel(folder, name):
+    """Make the smallest wheel that pip takes."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_only_what_is_missing_comes_from_the_wheels(tmp_path):
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    for name in ("shoal_absent_thing", "numpy", "typing_extensions"):
+        wheel(wheels, name)
+    gpu_check.install_missing(wheels, site)
+    assert [path.name for path in site.glob("*.py")] == ["shoal_absent_thing.py"]
+
+
+def test_a_folder_without_wheels_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="holds no wheels"):
+        gpu_check.install_missing(tmp_path, tmp_path / "site")
