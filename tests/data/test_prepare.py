@@ -311,6 +311,7 @@ def test_a_wrong_text_key_is_told_before_any_work(prepare, corpus, tmp_path):
     with pytest.raises(DataError, match="no key 'body'; keys seen: 'text'") as error:
         prepare(corpus, text_key="body")
     assert "--text-key" in error.value.hint
+    assert not (tmp_path / "dataset").exists()
 
 
 def test_a_tokenizer_that_loses_the_text_is_refused(prepare, tmp_path):

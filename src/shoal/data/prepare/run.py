@@ -34,6 +34,7 @@ from shoal.runtime.files import atomic_write, disk_error, fsync_dir, read_json, 
 
 WORK_DIR = ".work"  # inside the dataset folder until it is finished
 STAGES_DIR = "stages"
+_LOCK_NAME = "lock"
 _Result = TypeVar("_Result")
 
 
@@ -109,7 +110,7 @@ def _locked(output: Path) -> Iterator[None]:
                 f"{output} is not empty: it holds {foreign[0]}", hint="choose a new folder for --output"
             )
         (output / WORK_DIR).mkdir(exist_ok=True)
-        lock = (output / WORK_DIR / "lock").open("w")
+        lock = (output / WORK_DIR / _LOCK_NAME).open("w")
     except OSError as error:
         raise disk_error(error, output) from error
     with lock:
@@ -117,7 +118,19 @@ def _locked(output: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(f"another `shoal prepare` is writing {output}", hint="wait for it") from error
-        yield
+        try:
+            yield
+        except BaseException:
+            _forget_if_nothing_was_made(output)
+            raise
+
+
+def _forget_if_nothing_was_made(output: Path) -> None:
+    """Leave no trace of a run that was refused before it made anything worth keeping."""
+    if not any(path.is_file() and path.name != _LOCK_NAME for path in (output / WORK_DIR).rglob("*")):
+        shutil.rmtree(output / WORK_DIR, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it holds something else: not ours to remove
+            output.rmdir()
 
 
 @contextlib.contextmanager
