@@ -30,8 +30,8 @@ from shoal.train.metrics import read_metrics
 
 _PRESET = "quickstart"
 _VOCAB_SIZE = 2048
-_STEPS = 120
-_TEST_WINDOWS = 64
+_STEPS = 240
+_TEST_WINDOWS = 256
 _PROMPT = "def main("
 _POLL_S = 0.05
 
@@ -75,7 +75,7 @@ def quickstart(output: Path) -> None:
         "--prompt",
         _PROMPT,
         "--max-tokens",
-        "120",
+        "100",
         "--temperature",
         "0.8",
         "--seed",
