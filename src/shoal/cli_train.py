@@ -77,16 +77,18 @@ def train(
 
 def _start(request: Any, nproc: int, max_restarts: int | None) -> int:
     """Check what can be checked in one process, then train here or launch workers."""
-    from shoal.runtime.files import disk_error
-    from shoal.runtime.log import log, to_screen
+    from shoal.runtime.files import alone_in
 
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
     request.check(nproc)
-    try:
-        request.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, request.run_dir) from error
+    with alone_in(request.run_dir):
+        return _train(request, nproc, max_restarts)
+
+
+def _train(request: Any, nproc: int, max_restarts: int | None) -> int:
+    from shoal.runtime.log import log, to_screen
+
     if nproc == 1 and max_restarts is None:
         from shoal.train.worker import run as run_worker
 

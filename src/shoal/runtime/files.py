@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -50,6 +51,27 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise disk_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make `folder` and hold it for this process until the block or the process ends; refuse any other."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "wait for it, stop it, or choose another folder"
+            raise InputError(f"another process is at work in {folder}", hint=hint) from error
+        except OSError:  # a file system without locks: nothing is held
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def disk_error(error: OSError, path: Path) -> ShoalError:
