@@ -60,7 +60,8 @@ class LiveBytes(TorchDispatchMode):
         self._known = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf):

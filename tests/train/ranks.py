@@ -29,7 +29,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(data: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tiny_config(data: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the raw values of a tiny configuration with some sections' fields replaced."""
     values = {name: {**TINY.get(name, {}), **sections.get(name, {})} for name in {*TINY, *sections}}
     return values | {"data": {"datasets": [str(data)], **sections.get("data", {})}}
