@@ -1,0 +1,134 @@
+"""torch.compile changes the speed: neither names nor, but for rounding, the curve. One test here compiles."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import scoring
+from shoal.config.load import load_config, validate
+from shoal.config.sections import Model
+from shoal.errors import ConfigError
+from shoal.models.documents import document_ids
+from shoal.models.init import build_decoder
+from shoal.models.shape import resolve_shape
+from shoal.parallel import compile as compiling
+from shoal.runtime.compiler import missing_compiler
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training, tiny_config
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def graphs_compiled():
+    """Return how many graphs were compiled in this process (private; seen with torch 2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def trained_and_graphs(run_dir, values, halted):
+    """Train whole, then in two parts, in one process; return the results and how many graphs that took."""
+    before = graphs_compiled()
+    whole = run_training(run_dir / "whole", values)
+    run_training(run_dir / "parts", halted)
+    return whole, run_training(run_dir / "parts", values), graphs_compiled() - before
+
+
+def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp_path):
+    model, length = {"dropout": 0.0}, {"steps": 4}
+    values = tiny_config(data, model=model, train=length | {"compile": "on"}, eval={"every": 2})
+    halted = values | {"runtime": {**values["runtime"], "stop_after": 2}}
+    whole, resumed, graphs = pool.run(trained_and_graphs, 1, tmp_path, values, halted, timeout=300)[0]
+    assert graphs == 1  # 2 layers, 4 micro-steps, 3 starts, evaluation between
+    assert whole["losses"] == resumed["losses"]
+    assert whole["norms"] == resumed["norms"]
+    eager = pool.run(run_training, 1, tmp_path / "eager", tiny_config(data, model=model, train=length))[0]
+    np.testing.assert_allclose(whole["losses"], eager["losses"], rtol=2e-6)
+    assert whole["weights"].keys() == eager["weights"].keys()
+    for name, weight in whole["weights"].items():
+        assert np.array_equal(weight, resumed["weights"][name]), name
+    assert any((tmp_path / "whole/compiled").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_all_layers_and_steps_share_one_graph(monkeypatch, mode, apart):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces, no kernels
+    torch._dynamo.reset()
+    shape = resolve_shape(Model(n_layers=3, d_model=32, n_heads=2, max_seq_len=16, dropout=0.1), 50)
+    models = [build_decoder(shape, 1, "cpu") for _ in range(2)]
+    compiling.compile_blocks(models[1])
+    before, losses = graphs_compiled(), []
+    for step in range(3):
+        tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(step))
+        documents = document_ids(tokens, step) if apart else None
+        for model in models:
+            model.set_recompute(mode, 2)
+            logits = model(tokens, dropout_keys_b=torch.tensor([step, 7]), documents_bt=documents)
+            loss = scoring.loss_sum(logits, tokens)
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                model(tokens[:1, :9])  # as evaluation does: other shapes, no gradients
+    assert graphs_compiled() - before == 1
+    assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-6)
+    for plain, compiled in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(plain.grad, compiled.grad)
+
+
+def decision(source, *, device="cpu", world_size=1, threads=1, vocab_size=50257, **train):
+    config = load_config(source, {"train": train}) if isinstance(source, str) else validate(source, "test")
+    process = SimpleNamespace(
+        device=SimpleNamespace(torch_device=torch.device(device)),
+        world_size=world_size,
+        threads=threads,
+        any=lambda flag: flag,
+    )
+    return compiling.decide(config, resolve_shape(config.model, vocab_size), process)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_auto_compiles_what_is_long_enough_and_says_why():
+    short = decision("gpt2", steps=1, global_batch_size=8)
+    assert not short.on
+    assert "compiling pays from about" in short.reason
+    assert decision("gpt2", steps=1000).on
+    assert decision("gpt2", steps=1000, device="cuda").on
+    assert not decision("gpt2", steps=1000, compile="off").on
+    assert decision("gpt2", steps=1, compile="on").on
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_leaves_small_runs_as_they_are(data, device):
+    assert not decision("quickstart", device=device, vocab_size=2048).on
+    assert not decision(tiny_config(data), device=device).on
+
+
+def test_without_a_compiler_auto_goes_on_and_on_is_refused(monkeypatch):
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "there is no C++ compiler (g++)")
+    auto = decision("gpt2", steps=1000)
+    assert not auto.on
+    assert "it would pay, but there is no C++ compiler" in auto.reason
+    with pytest.raises(ConfigError, match=r"train.compile = on, but there is no C\+\+ compiler") as caught:
+        decision("gpt2", compile="on")
+    assert "train.compile = off" in caught.value.hint
+
+
+def test_a_missing_compiler_is_seen(tmp_path):
+    cpu = torch.device("cpu")
+    assert "no C++ compiler" in missing_compiler(cpu, {"PATH": str(tmp_path)})
+    assert "no C++ compiler (own-c++)" in missing_compiler(cpu, {"PATH": str(tmp_path), "CXX": "own-c++"})
