@@ -52,10 +52,12 @@ def data(tmp_path):
     return random_dataset(tmp_path / "data")
 
 
-def make_job(run_dir, dataset, device=DEVICE, **sections):
+def make_job(run_dir, dataset, device=DEVICE, *, reset_documents=False, **sections):
     """Build a tiny job on a device."""
     values = tiny_config(dataset, **sections)
-    config = validate(values | {"runtime": {**values["runtime"], "device": device}}, "test")
+    values["runtime"]["device"] = device
+    values["data"]["reset_documents"] = reset_documents
+    config = validate(values, "test")
     process = processes.take_seat(Seat(), select_device(device, 0, 1), config.runtime)
     run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(process, run_dir, config.runtime, launched=False)
@@ -159,7 +161,7 @@ def test_recompute_changes_nothing(tmp_path, data, recompute):
 
 
 def test_documents_apart_equal_the_cpu(tmp_path, data):
-    sections = {"model": {"max_seq_len": 256}, "train": {"seq_len": 256}, "data": {"reset_documents": True}}
+    sections = {"model": {"max_seq_len": 256}, "train": {"seq_len": 256}, "reset_documents": True}
     there, _, _ = run(tmp_path / "gpu", data, **sections)
     here, _, _ = run(tmp_path / "cpu", data, "cpu", **sections)
     torch.testing.assert_close(there, here, rtol=1e-4, atol=0)
