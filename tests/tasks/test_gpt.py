@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from shoal.data.loader import Loader
 from shoal.train.loop import train
@@ -60,20 +59,3 @@ def test_an_error_of_reading_ends_the_step_that_it_belongs_to(pool, data, tmp_pa
         pool.run(train_with_a_bad_third_step, 1, tmp_path, tiny_config(data))
     assert "in batch" in str(caught.value)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpus_batches_wait_in_page_locked_memory(data):
-    from shoal.data.dataset import open_dataset
-    from shoal.data.loader import Windows
-    from shoal.tasks.gpt import Gpt
-
-    split = open_dataset(data).split("train")
-    loader = Loader(Windows([split], 16), weights=(), global_batch_size=8, seed=1, rank=0, world_size=1)
-    task = Gpt(loader, seed=1, micro_batch_size=4, device=torch.device("cuda", 0))
-    batch = task.batch(1)
-    assert batch.tokens_bt.is_pinned()
-    micro = task.micro_batches(batch)
-    assert torch.cat([part.tokens_bt for part in micro]).cpu().equal(batch.tokens_bt)
-    task.close()

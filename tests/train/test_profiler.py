@@ -95,21 +95,3 @@ def test_phases_of_a_gpu_are_read_at_the_end_of_the_step(monkeypatch):
         assert not FakeEvent.done
         clock.end()
         assert clock.phases["forward"] == 2.0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_time_of_a_gpus_phases_is_that_of_its_work():
-    device = Device(torch.device("cuda", 0), "cpu:gloo,cuda:nccl", "GPU")
-    a = torch.randn(4096, 4096, device="cuda")
-    a @ a
-    clock = StepClock(device)
-    clock.begin()
-    with clock.phase("forward"):
-        for _ in range(50):
-            a @ a
-    with clock.phase("backward"):
-        pass
-    seconds = clock.end()
-    assert 0.8 * seconds < clock.phases["forward"] <= seconds
-    assert clock.phases["backward"] < 0.05 * seconds

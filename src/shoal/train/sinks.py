@@ -54,7 +54,7 @@ class Sinks:
 
     def start(self, step: int) -> None:
         """Open the sinks for what comes after `step`."""
-        run = _run_name(self._run_dir) if self._names else ""
+        run = _run_name(self._run_dir) if self._names.keys() - {"tensorboard"} else ""
         openers: dict[str, Callable[[], Sink]] = {
             "tensorboard": lambda: _TensorBoard(self._run_dir / "tensorboard", step + 1),
             "wandb": lambda: _Wandb(self._config, run),
