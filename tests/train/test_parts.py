@@ -176,7 +176,13 @@ def test_no_schedule_falls_below_the_minimum_or_rises_again(kind):
     settings = config(
         train={"steps": 1000},
         optimizer={"lr": 1.0},
-        schedule={"kind": kind, "warmup_steps": 0, "warmup_fraction": 0.1, "min_lr": 0.4, "decay_steps": 500},
+        schedule={
+            "kind": kind,
+            "warmup_steps": None,
+            "warmup_fraction": 0.1,
+            "min_lr": 0.4,
+            "decay_steps": 500,
+        },
     )
     got = [learning_rate(settings, step) for step in range(1, 2000)]
     assert got[49] == 1.0

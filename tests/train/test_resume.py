@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 
@@ -131,3 +132,31 @@ def test_init_optimizer_keeps_the_moments(pool, data, tmp_path):
 
 def run_child(run_dir, values, parent, moments):
     return run_training(run_dir, values, init=parent, init_optimizer=moments)
+
+
+def test_a_strangers_state_is_refused_in_a_sentence(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data))
+    checkpoint = tmp_path / "first/checkpoints/step-00000005"
+    forge(checkpoint, lambda state: state.pop("lineage"))
+    with pytest.raises(
+        AssertionError, match=r"the state of checkpoint .*step-00000005 lacks or garbles 'lineage'"
+    ):
+        pool.run(run_child, 1, tmp_path / "new", tiny_config(data), checkpoint, False)
+
+
+def forge(checkpoint, change):
+    """Rewrite state.json and the manifest so that they verify."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    old = read_manifest(checkpoint)
+    files = {**old.files, "state.json": file_entry(checkpoint / "state.json")}
+    (checkpoint / "manifest.json").write_text(Manifest(old.step, files, old.world_size).to_json())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path, tiny_config(data))
+    for file in (tmp_path / "checkpoints/step-00000005/model").iterdir():
+        file.write_bytes(b"rubbish")
+    with pytest.raises(AssertionError, match=r"all checkpoints of .* are damaged: bad-step-00000005"):
+        pool.run(run_training, 1, tmp_path, tiny_config(data))

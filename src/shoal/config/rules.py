@@ -64,14 +64,8 @@ def _check_lengths(config: Config) -> None:
             f"optimizer.lr = {config.optimizer.lr:g}",
             hint="lower schedule.min_lr",
         )
-    if config.schedule.warmup_steps and config.schedule.warmup_fraction:
-        raise ConfigError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} and schedule.warmup_fraction = "
-            f"{config.schedule.warmup_fraction:g} are both given",
-            hint="set one of them to 0: --schedule.warmup_fraction 0, or --schedule.warmup_steps 0",
-        )
     decay = config.schedule.decay_steps or config.train.steps
-    if config.schedule.warmup_steps > decay:
+    if (config.schedule.warmup_steps or 0) > decay:
         raise ConfigError(
             f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the schedule, which ends "
             f"at step {decay}",

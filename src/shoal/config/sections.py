@@ -135,10 +135,10 @@ class Schedule(Section):
     ] = "cosine"
     """wsd: warm-up, stable at the peak, linear decay at the end. megatron_*: the rule of Megatron-LM of 2021,
     which counts only steps that were taken, starts at 0, and neither ends at min_lr nor stays there."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up; the first step already has lr = peak / warmup_steps."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear warm-up, the first with lr = peak / warmup_steps; unset means warmup_fraction."""
     warmup_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Warm-up as a fraction of decay_steps, in place of warmup_steps."""
+    """Warm-up as a fraction of decay_steps, where warmup_steps is not set."""
     decay_steps: NonNegativeInt = 0
     """Step at which the decay reaches min_lr; 0 means train.steps."""
     wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)

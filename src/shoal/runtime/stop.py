@@ -81,6 +81,9 @@ class Stop:
         if self._signal:  # asked twice: at once, the last committed checkpoint stands
             os._exit(128 + number)
         self._signal = signal.Signals(number).name
+        marker = stop_marker(self._run_dir)
+        if self._launched and marker.exists():
+            self._signal = marker.read_text() or self._signal  # what the user sent to the launcher
         if self._launched:
             threading.Timer(_ORPHAN_GRACE_S, self._leave_unless_asked).start()
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint
 from shoal.checkpoint.tensors import model_tensors
 from shoal.config.load import to_toml
-from shoal.errors import ConfigError, DataError
+from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.runtime.log import log
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
@@ -25,11 +25,31 @@ def resume(job: Job) -> int:
     Collective over the world.
     """
     checkpoint = job.checkpoints.latest()
-    if checkpoint is None:
+    try:
+        if checkpoint is not None:
+            if job.request.init is not None:
+                log.info(f"--init {job.request.init} does nothing: this run has checkpoints of its own")
+            return _resume_from(job, checkpoint, read_state(checkpoint))
+        _refuse_to_start_over(job)
         if job.request.init is not None:
-            _load_init(job, resolve_checkpoint(job.request.init))
-        return 0
-    state = read_state(checkpoint)
+            checkpoint = resolve_checkpoint(job.request.init)
+            _load_init(job, checkpoint, read_state(checkpoint))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+    return 0
+
+
+def _refuse_to_start_over(job: Job) -> None:
+    """Training from step 1 in a run whose checkpoints are all damaged must be the user's own decision."""
+    damaged = sorted((job.run_dir / "checkpoints").glob("bad-step-*"))
+    if damaged:
+        raise CheckpointError(
+            f"all checkpoints of {job.run_dir} are damaged: {', '.join(path.name for path in damaged)}",
+            hint="restore one from a copy, or start anew with another --run-dir",
+        )
+
+
+def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
         log.info(f"changed since the checkpoint: {name} = {new} (was {old})")
     _refuse_other_data(job, state, checkpoint)
@@ -40,17 +60,21 @@ def resume(job: Job) -> int:
             hint=f"use --train.steps {step} or more, or another --run-dir",
         )
     job.checkpoints.load(checkpoint, _tensors(job))
-    job.guard.load(state["guard"])
-    job.precision.scaler.load(state["scaler"])
-    job.skipped = int(state["skipped"])
-    job.lineage = tuple(state["lineage"])
-    job.evaluation_pending = bool(state["evaluation_pending"])
+    _take_over(job, state)
     job.saved_step = step
     log.info(
         f"resumed from {checkpoint.name}"
         + (f" (restart {job.process.seat.attempt})" if job.process.seat.attempt else "")
     )
     return step
+
+
+def _take_over(job: Job, state: dict[str, Any]) -> None:
+    job.guard.load(state["guard"])
+    job.precision.scaler.load(state["scaler"])
+    job.skipped = int(state["skipped"])
+    job.lineage = tuple(state["lineage"])
+    job.evaluation_pending = bool(state["evaluation_pending"])
 
 
 def save(job: Job, step: int) -> None:
@@ -98,11 +122,10 @@ def _state(job: Job, step: int) -> dict[str, Any]:
     }
 
 
-def _load_init(job: Job, checkpoint: Path) -> None:
+def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
     """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
     tensors = _tensors(job) if job.request.init_optimizer else model_tensors(job.replicated.bare)
     job.checkpoints.load(checkpoint, tensors)
-    state = read_state(checkpoint)
     parent = {
         "checkpoint": str(checkpoint.resolve()),
         "step": state["step"],

@@ -17,8 +17,8 @@ _SHAPES: dict[str, Callable[[float, Schedule], float]] = {
 
 def warmup_steps(config: Config) -> int:
     """Return the steps of warm-up, given as such or as a fraction of the horizon."""
-    schedule = config.schedule
-    return schedule.warmup_steps or round(schedule.warmup_fraction * horizon(config))
+    given = config.schedule.warmup_steps
+    return round(config.schedule.warmup_fraction * horizon(config)) if given is None else given
 
 
 def horizon(config: Config) -> int:
@@ -50,7 +50,8 @@ def learning_rate(config: Config, step: int, skipped: int = 0) -> float:
 def _megatron(config: Config, taken: int) -> float:
     """Return the rate after `taken` steps by AnnealingLR of Megatron-LM, 2021; the first step has rate 0."""
     peak, end = config.optimizer.lr, horizon(config)
-    warmup = config.schedule.warmup_steps or config.schedule.warmup_fraction * end
+    given = config.schedule.warmup_steps
+    warmup = config.schedule.warmup_fraction * end if given is None else given
     if warmup > 0 and taken <= warmup:
         return peak * taken / warmup
     if config.schedule.kind == "megatron_linear":
