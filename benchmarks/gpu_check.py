@@ -48,7 +48,7 @@ def install_missing(wheels: Path, site: Path) -> None:
     wanted = [wheel for wheel in found if _canonical(wheel.name.split("-")[0]) not in held]
     if wanted:
         print(f"from {wheels}: {', '.join(wheel.name.split('-')[0] for wheel in wanted)}", flush=True)
-        quiet = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
+        quiet = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--root-user-action=ignore"]
         command = [sys.executable, "-m", "pip", "install", *quiet, "--target", str(site), *map(str, wanted)]
         if subprocess.run(command, check=False).returncode:
             refuse(f"pip could not install from {wheels}", "its own words are above; is it for this Python?")
