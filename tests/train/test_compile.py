@@ -128,6 +128,14 @@ def test_without_a_compiler_auto_goes_on_and_on_is_refused(monkeypatch):
     assert "train.compile = off" in caught.value.hint
 
 
+def test_documents_on_a_gpu_need_a_compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "the package triton is not installed")
+    values = tiny_config("data", data={"reset_documents": True}, train={"compile": "off"})
+    assert not decision(values).on
+    with pytest.raises(ConfigError, match=r"data\.reset_documents = true .* triton is not installed"):
+        decision(values, device="cuda")
+
+
 def test_a_missing_compiler_is_seen(tmp_path):
     cpu = torch.device("cpu")
     assert "no C++ compiler" in missing_compiler(cpu, {"PATH": str(tmp_path)})

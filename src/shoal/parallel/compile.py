@@ -35,6 +35,11 @@ def decide(config: Config, shape: ModelShape, process: Process) -> Compilation:
     The whole run counts and not what is left of it, so that a resumed run computes as the undisturbed one.
     """
     setting, device = config.train.compile, process.device.torch_device
+    if config.data.reset_documents and device.type == "cuda" and (missing := missing_compiler(device)):
+        raise ConfigError(
+            f"data.reset_documents = true has its attention kernel compiled on a GPU, but {missing}",
+            hint="install it, or use data.reset_documents = false",
+        )
     if setting == "off":
         return Compilation(False, "train.compile = off")
     work = _work(config, shape, process)
