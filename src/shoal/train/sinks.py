@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +95,11 @@ class _Feed:
             self._left_out += self._thread.is_alive()  # a dead one has said so
 
     def close(self) -> None:
+        until = time.monotonic() + _CLOSE_S
         if self._thread.is_alive():
             with contextlib.suppress(Full):  # a stuck thread does not outlive the process
                 self._queue.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
+            self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             log.warning(f"warning: {self._name} did not finish in {_CLOSE_S:g} s and is left behind")
         if self._left_out:
