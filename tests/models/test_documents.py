@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal import scoring
 from shoal.models.documents import attend, block_mask, dense_mask, document_ids, restarted_positions
 from shoal.models.init import build_decoder
 from tests.models.test_decoder import STYLES, tiny_shape, tokens
@@ -60,22 +59,6 @@ def test_packed_documents_have_the_logits_of_separate_ones(style, attention_drop
     apart = torch.cat([model(part, dropout_keys_b=keys) for part in parts], dim=1)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
     assert (model(packed, dropout_keys_b=keys) - apart).nan_to_num().abs().max() > 1e-2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@STYLES
-def test_the_gpu_kernel_gives_the_cpus_logits_and_gradients(style):
-    shape = tiny_shape(style, n_heads=2, n_kv_heads=1 if style == "llama" else 0, max_seq_len=300)
-    stream = tokens(batch=2, time=300)
-    results = []
-    for device in ("cpu", "cuda"):
-        model = build_decoder(shape, seed=1, device=device)
-        logits = model(stream.to(device), documents_bt=document_ids(stream, EOD).to(device))
-        scoring.loss_sum(logits, stream.to(device)).backward()
-        gradients = [p.grad.cpu() for p in model.parameters()]
-        results.append([logits[..., :50].detach().cpu(), *gradients])
-    for ours, expected in zip(results[1], results[0], strict=True):
-        assert (ours - expected).norm() <= 1e-4 * max(1.0, expected.norm())
 
 
 def many_documents(time):

@@ -13,7 +13,7 @@ from shoal import scoring
 from shoal.config.load import load_config, validate
 from shoal.config.sections import Model
 from shoal.errors import ConfigError
-from shoal.models.documents import document_ids
+from shoal.models.documents import block_mask, document_ids
 from shoal.models.init import build_decoder
 from shoal.models.shape import resolve_shape
 from shoal.parallel import compile as compiling
@@ -82,6 +82,23 @@ def test_all_layers_and_steps_share_one_graph(monkeypatch, mode, apart):
     assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-6)
     for plain, compiled in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(plain.grad, compiled.grad)
+
+
+@torch.no_grad()  # flex attention has no backward pass on a CPU
+def test_tiles_of_documents_pass_through_one_graph(monkeypatch):
+    shape = resolve_shape(Model(n_layers=3, d_model=32, n_heads=2, max_seq_len=300), 50)
+    model = build_decoder(shape, 1, "cpu")
+    streams = [torch.randint(0, 50, (2, 300), generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    inputs = [(stream, document_ids(stream, end)) for end, stream in enumerate(streams)]
+    plain = [model(stream, documents_bt=ids) for stream, ids in inputs]
+    monkeypatch.setattr("shoal.models.documents.dense_mask", block_mask)
+    torch._dynamo.reset()
+    before = graphs_compiled()
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward, dynamic=False, backend="eager")
+    for (stream, ids), expected in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(model(stream, documents_bt=ids), expected, atol=1e-5, rtol=0)
+    assert graphs_compiled() - before == 1
 
 
 def decision(source, *, device="cpu", world_size=1, threads=1, vocab_size=50257, **train):
