@@ -34,7 +34,7 @@ def missing_compiler(device: torch.device, env: Mapping[str, str] | None = None)
 def keep_compiled_in(folder: Path) -> None:
     """Let torch.compile keep its kernels in `folder`.
 
-    Restarts and the other ranks find them there, and so run the very same kernels. A value that is set already
-    is no user's choice: torch itself sets one when its compiler is loaded.
+    Restarts and the other ranks find them there, and so run the very same kernels. A value that is set
+    already is no user's choice: torch itself sets one when its compiler is loaded.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
