@@ -79,7 +79,7 @@ def test_two_processes_keep_up_with_two_threads():
 
 
 def test_two_hundred_kills_lose_nothing():
-    """The storm fails at the first resume from an older step than the newest good one, or at a differing bit."""
+    """The storm fails at the first resume that misses the newest good step, or at a differing bit."""
     subprocess.run([sys.executable, "-m", "benchmarks.kill_storm", "--kills", "200"], check=True)
     record = json.loads((Path(__file__).parents[2] / "benchmarks/records/kill_storm.json").read_text())
     assert record["kills"] == 200
