@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_STOPPED, ShoalError
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 
 app = App(
     name="shoal",
@@ -259,10 +260,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        sys.exit(EXIT_STOPPED)
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:  # `shoal ... | head`
         sys.stderr.close()
-        sys.exit(EXIT_DONE)
+        sys.exit(EXIT_FAILED)
     sys.exit(status if isinstance(status, int) else EXIT_DONE)
 
 

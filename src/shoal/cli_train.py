@@ -59,6 +59,7 @@ def train(
     settings
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
+    from shoal.runtime.launch import launched_by_us
     from shoal.runtime.process import read_seat
     from shoal.train.request import Request
 
@@ -69,6 +70,10 @@ def train(
         run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer)
     if read_seat() is not None:  # a worker: of our launcher, torchrun or srun
+        if nproc != 1 and not launched_by_us():
+            raise InputError(
+                f"--nproc {nproc}: torchrun or srun has started the ranks already", hint="leave --nproc out"
+            )
         from shoal.train.worker import run as run_worker
 
         return run_worker(request)

@@ -47,10 +47,14 @@ def quickstart(output: Path) -> None:
     _say("1. Prepare the source text of Python's standard library: a tokenizer and a dataset")
     _shoal("prepare", "stdlib", "--output", str(data), "--vocab-size", str(_VOCAB_SIZE), "--split", "90,5,5")
     _say(f"2. Train on 2 processes; rank 1 gets SIGKILL at step {_STEPS // 2}")
-    assassin = threading.Thread(target=_kill_rank, args=(killed, 1, _STEPS // 2), daemon=True)
+    struck = threading.Event()
+    assassin = threading.Thread(target=_kill_rank, args=(killed, 1, _STEPS // 2, struck), daemon=True)
     assassin.start()
     _train(data, killed)
-    assassin.join(timeout=1)
+    if not struck.is_set():
+        raise ShoalError(
+            "the run ended before its rank could be killed, so nothing was shown", hint="try again"
+        )
     _say("3. The same job again, this time undisturbed")
     _train(data, whole)
     models = [load_text_model(run, torch.device("cpu")) for run in (killed, whole)]
@@ -131,7 +135,7 @@ def _shoal(*arguments: str) -> None:
         raise ShoalError(f"`shoal {arguments[0]}` ended with status {status}")
 
 
-def _kill_rank(run: Path, rank: int, step: int) -> None:
+def _kill_rank(run: Path, rank: int, step: int, struck: threading.Event) -> None:
     """Send SIGKILL to a rank once the run has done `step` steps."""
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or max((line["step"] for line in read_metrics(metrics)), default=0) < step:
@@ -139,6 +143,7 @@ def _kill_rank(run: Path, rank: int, step: int) -> None:
     process = int((rank_folder(run, rank) / "pid").read_text())
     print(f"\n*** quickstart: kill -9 {process} (rank {rank}) after step {step}", flush=True)
     os.kill(process, signal.SIGKILL)
+    struck.set()
 
 
 def _say(text: str) -> None:

@@ -17,7 +17,11 @@ from shoal.runtime.process import Seat, read_seat
 
 def test_no_launcher_means_no_seat():
     assert read_seat({}) is None
-    assert read_seat({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert read_seat({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_a_batch_script_outside_of_srun_has_no_seat():
+    assert read_seat({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}) is None
 
 
 def test_torchruns_variables_are_read():
@@ -29,12 +33,13 @@ def test_torchruns_variables_are_read():
     ("node", "tasks", "expected"), [("0", "2(x3),1", 2), ("3", "2(x3),1", 1), ("1", "4,3", 3), ("0", "7", 7)]
 )
 def test_slurms_variables_are_read(node, tasks, expected):
-    env = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": node}
+    env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "7"}
+    env |= {"SLURM_LOCALID": "1", "SLURM_NODEID": node}
     assert read_seat(env | {"SLURM_TASKS_PER_NODE": tasks}) == Seat(5, 7, 1, expected, 0)
 
 
 @pytest.mark.parametrize(
-    "env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}]
+    "env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}]
 )
 def test_garbled_variables_are_refused(env):
     with pytest.raises(InputError, match="the launcher's variables are incomplete or not numbers"):

@@ -147,3 +147,18 @@ def test_the_state_of_fp16_lies_in_the_checkpoint(pool, data, tmp_path):
     state = json.loads((tmp_path / "checkpoints/step-00000005/state.json").read_text())
     assert state["scaler"] == {"scale": 4096.0, "forgiving": 2, "clean": 5}
     assert state["skipped"] == 0
+
+
+def test_saving_before_the_first_step_was_taken_changes_nothing(pool, data, tmp_path):
+    """The optimiser's state is made for the checkpoint; its step count must still start at 0."""
+    late = {**FP16, "initial_scale": 2.0**26, "hysteresis": 1}
+    whole = pool.run(
+        run_training, 1, tmp_path / "whole", tiny_config(data, train={"steps": 8}, precision=late)
+    )[0]
+    applied = [line["applied"] for line in whole["lines"] if "applied" in line]
+    assert applied[0] is False
+    assert applied[-1] is True
+    saved = tiny_config(data, train={"steps": 8}, precision=late, checkpoint={"every": 1})
+    often = pool.run(run_training, 1, tmp_path / "often", saved)[0]
+    assert often["losses"] == whole["losses"]
+    assert float(often["moments"]["embed.weight"]["step"]) == sum(applied)

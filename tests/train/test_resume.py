@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
-from tests.tiny_dataset import random_dataset
+from tests.tiny_dataset import random_dataset, write_dataset
 from tests.train.ranks import run_training, tiny_config
 
 SIX = {"steps": 6}
@@ -160,3 +160,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(p
         file.write_bytes(b"rubbish")
     with pytest.raises(AssertionError, match=r"all checkpoints of .* are damaged: bad-step-00000005"):
         pool.run(run_training, 1, tmp_path, tiny_config(data))
+
+
+def test_weights_of_another_vocabulary_are_not_taken(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data))
+    walk = np.arange(20_000) % 250
+    splits = {"train": [walk], "validation": [walk[:500]], "test": [walk[:500]]}
+    other = write_dataset(tmp_path / "other", splits, vocab_size=300, eod_id=299)
+    with pytest.raises(AssertionError, match="was trained with 257 token ids, end of document 256") as caught:
+        pool.run(run_child, 1, tmp_path / "new", tiny_config(other), tmp_path / "first", False)
+    assert "the data has 300, end of document 299" in str(caught.value)
+
+
+def test_another_optimiser_is_refused_by_name(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path, tiny_config(data))
+    with pytest.raises(AssertionError, match=r"optimizer\.name was adamw, now sgd"):
+        pool.run(run_training, 1, tmp_path, tiny_config(data, optimizer={"name": "sgd"}))

@@ -100,7 +100,7 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """Weight decay touches matrices and embeddings, never biases and norms."""
+    """Weight decay touches matrices and embeddings, never biases and norms; with sgd it is the L2 term."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """muon: momentum made orthogonal for the matrices of the blocks, AdamW for everything else."""
@@ -115,7 +115,7 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay."""
+    """Weight decay, decoupled but for sgd."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from shoal.errors import EXIT_DONE, EXIT_STOPPED
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries
-from shoal.runtime.stop import SIGNALS, stop_marker, stopped_marker
+from shoal.runtime.stop import SIGNALS, STARTED, stop_marker, stopped_marker
 
 _LAUNCHED = "SHOAL_LAUNCHED"
 _MONITOR_S = 0.1
@@ -47,6 +47,7 @@ def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
     os.environ[_LAUNCHED] = str(os.getpid())  # inherited by the workers
+    os.environ[STARTED] = str(time.time())
     spec = WorkerSpec(
         role="train",
         local_world_size=nproc,
@@ -82,7 +83,8 @@ class _Agent(LocalElasticAgent):
     def listen(self) -> None:
         """Pass the user's signals on as a stop request."""
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def report_end(self) -> int:
         """Say last on the screen why the job failed; return its exit status."""
@@ -94,6 +96,7 @@ class _Agent(LocalElasticAgent):
         return self._last_failure.exit_code
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._pids = {}  # of the last attempt: no longer ours to signal
         workers = super()._start_workers(worker_group)
         self._pids = dict(workers)
         return workers

@@ -40,7 +40,8 @@ def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
                 local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
                 attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             )
-        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        # In the batch script itself, outside of srun, there is a task number but no step.
+        if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
             return Seat(
                 rank=int(env["SLURM_PROCID"]),
                 world_size=int(env["SLURM_NTASKS"]),

@@ -16,6 +16,7 @@ from shoal.runtime.process import Process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ORPHAN_GRACE_S = 2.0  # time for the launcher to say that a SIGTERM was the user's wish
+STARTED = "SHOAL_STARTED"  # when the launcher began: the time limit counts over restarts
 _PARENT_POLL_S = 1.0
 
 
@@ -53,20 +54,22 @@ class Stop:
         self._run_dir = run_dir
         self._runtime = runtime
         self._launched = launched
-        self._deadline = time.monotonic() + runtime.max_time_s if runtime.max_time_s else None
+        started = float(os.environ.get(STARTED, time.time())) if launched else time.time()
+        self._deadline = started + runtime.max_time_s if runtime.max_time_s else None
         self._signal = ""
         self.reason = ""
 
     def listen(self) -> None:
-        """Install the signal handlers."""
+        """Install the signal handlers, except where a signal is ignored, as SIGHUP is under nohup."""
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
-        if self._signal:
-            reason = self._signal
-        elif self._deadline is not None and time.monotonic() > self._deadline:
+        if asked := self._asked():
+            reason = asked
+        elif self._deadline is not None and time.time() > self._deadline:
             reason = f"the time limit of {self._runtime.max_time_s:g} s"
         elif step is not None and step == self._runtime.stop_after:
             reason = f"--stop-after {step}"
@@ -77,13 +80,17 @@ class Stop:
             return True
         return False
 
+    def _asked(self) -> str:
+        """Return the signal by which the user asked for a stop; our launcher's marker outlives restarts."""
+        if not self._launched:
+            return self._signal
+        marker = stop_marker(self._run_dir)
+        return (marker.read_text() or "SIGTERM") if marker.exists() else ""
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal:  # asked twice: at once, the last committed checkpoint stands
             os._exit(128 + number)
         self._signal = signal.Signals(number).name
-        marker = stop_marker(self._run_dir)
-        if self._launched and marker.exists():
-            self._signal = marker.read_text() or self._signal  # what the user sent to the launcher
         if self._launched:
             threading.Timer(_ORPHAN_GRACE_S, self._leave_unless_asked).start()
         else:

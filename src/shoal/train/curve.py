@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from shoal.runtime.files import disk_error
 from shoal.runtime.log import log
 
 
@@ -30,5 +31,9 @@ def draw_curve(lines: list[dict[str, Any]], path: Path) -> Path | None:
         axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:  # the run is done and saved: no picture is no failure
+        log.warning(f"no loss curve: {disk_error(error, path)}")
+        return None
     return path

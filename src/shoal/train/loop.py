@@ -18,6 +18,8 @@ def train(job: Job) -> bool:
     job.metrics.start(start)
     if job.evaluation_pending:
         validate(job, start)
+        if job.evaluation_pending:  # stopped again before it was done
+            return _finish(job, start)
     for step in range(start + 1, job.config.train.steps + 1):
         job.clock.begin()
         job.profiler.begin(step)

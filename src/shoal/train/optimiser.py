@@ -102,11 +102,14 @@ def optimiser_tensors(model: nn.Module, optimiser: Optimiser) -> dict[str, Tenso
 
 
 def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
-    """Take a step of rate 0 on zero gradients: torch makes the state lazily and offers no other way.
+    """Take a step of rate 0 on zero gradients, and do not count it.
 
-    The state then counts one step; it is only used to be overwritten by a checkpoint's.
+    torch makes the state lazily and offers no other way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step(0.0)
     optimiser.zero_grad()
+    for parameter in parameters:
+        if (count := optimiser.state_of(parameter).get("step")) is not None:
+            count.zero_()

@@ -21,6 +21,7 @@ _FIXED = (
     "train.seed",
     "train.seq_len",
     "train.global_batch_size",
+    "optimizer.name",
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint
+from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint, step_of
 from shoal.checkpoint.tensors import model_tensors
 from shoal.config.load import to_toml
 from shoal.errors import CheckpointError, ConfigError, DataError
@@ -34,7 +34,7 @@ def resume(job: Job) -> int:
         if job.request.init is not None:
             checkpoint = resolve_checkpoint(job.request.init)
             _load_init(job, checkpoint, read_state(checkpoint))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
     return 0
 
@@ -54,6 +54,8 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
         log.info(f"changed since the checkpoint: {name} = {new} (was {old})")
     _refuse_other_data(job, state, checkpoint)
     step = int(state["step"])
+    if step != step_of(checkpoint):
+        raise CheckpointError(f"{checkpoint} holds the state of step {step}: its files were mixed up")
     if step > job.config.train.steps:
         raise ConfigError(
             f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
@@ -124,6 +126,13 @@ def _state(job: Job, step: int) -> dict[str, Any]:
 
 def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
     """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
+    theirs, ours = (state["vocab_size"], state["eod_id"]), (job.shape.vocab_size, job.datasets[0].eod_id)
+    if theirs != ours:
+        raise DataError(
+            f"{checkpoint} was trained with {theirs[0]} token ids, end of document {theirs[1]}; "
+            f"the data has {ours[0]}, end of document {ours[1]}",
+            hint=f"prepare the data with --tokenizer {checkpoint / 'tokenizer.json'}",
+        )
     tensors = _tensors(job) if job.request.init_optimizer else model_tensors(job.replicated.bare)
     job.checkpoints.load(checkpoint, tensors)
     parent = {

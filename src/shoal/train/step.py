@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from shoal.errors import ShoalError
 from shoal.tasks.gpt import HostBatch
 from shoal.train.job import Job
 from shoal.train.optimiser import clip_gradients
@@ -49,9 +50,18 @@ def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
     scaler = job.precision.scaler
     overflow = scaler.dynamic and job.process.any(not math.isfinite(grad_norm))
     left_out = scaler.update(overflow)
-    if left_out or not job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step)):
+    if left_out or not _guard_allows(job, step, loss, grad_norm):
         job.skipped += 1
         return False
     with job.clock.phase("optimiser"):
         job.optimiser.step(learning_rate(job.config, step, job.skipped))
     return True
+
+
+def _guard_allows(job: Job, step: int, loss: float, grad_norm: float) -> bool:
+    """Ask the guard; where it ends the run, the save in flight, which is good, is finished first."""
+    try:
+        return job.guard.allows(step, loss, grad_norm, job.task.loader.step_samples(step))
+    except ShoalError:
+        job.checkpoints.wait()
+        raise
