@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST
 from shoal.data.indexed import IndexedWriter, token_dtype
+from shoal.data.tokenizer import bytes_tokenizer_json
 from shoal.runtime.files import hash_file, write_json
 
 VOCAB_SIZE = 257  # bytes and an end-of-document id
@@ -33,12 +33,7 @@ def write_dataset(
         facts[name]["idx_bytes"] = (folder / f"{name}.idx").stat().st_size
         facts[name]["documents"] = len(documents)
         facts[name]["tokens"] = sum(len(tokens) + 1 for tokens in documents)
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(bytes_tokenizer_json())
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,

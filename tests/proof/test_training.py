@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -83,3 +84,18 @@ def test_two_hundred_kills_lose_nothing():
     subprocess.run([sys.executable, "-m", "benchmarks.kill_storm", "--kills", "200"], check=True)
     record = json.loads((Path(__file__).parents[2] / "benchmarks/records/kill_storm.json").read_text())
     assert record["kills"] == 200
+
+
+def test_the_demonstration_shows_what_it_claims(tmp_path):
+    began = time.monotonic()
+    command = [sys.executable, "-m", "shoal", "quickstart", "--output", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    took_s = round(time.monotonic() - began, 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "*** quickstart: kill -9" in done.stdout
+    assert "equal: the kill cost time and nothing else" in done.stdout
+    peak_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    figures = {"claim": "at most 180 s and 4 GB", "took_s": took_s, "largest_process_gb": round(peak_gb, 2)}
+    write_record("quickstart", figures)
+    assert took_s <= 180
+    assert 3 * peak_gb < 4  # a launcher and two workers are the most that run at once
