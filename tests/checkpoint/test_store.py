@@ -171,3 +171,14 @@ def test_weights_for_another_model_are_refused_by_name(run: Path):
         CheckpointError, match=r"embed.weight is \[10, 4\] in the checkpoint, \[11, 4\] wanted"
     ):
         load_weights(run, Tiny(rows=11))
+
+
+def test_a_weights_only_step_that_training_comes_back_to_is_saved_whole(pool: Pool, tmp_path: Path):
+    retention = {"keep_last": 1, "keep_every": 10, "keep_every_weights_only": True}
+    for step in (10, 15):
+        pool.run(_save_with, 1, tmp_path, step, retention)
+    assert read_manifest(tmp_path / "step-00000010").weights_only
+    commit.remove(tmp_path / "step-00000015")  # lost, say; training went on from an older one
+    pool.run(_save_with, 1, tmp_path, 10, retention)
+    assert not read_manifest(tmp_path / "step-00000010").weights_only
+    assert pool.run(load_latest, 1, tmp_path) == [10]

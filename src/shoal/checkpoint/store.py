@@ -233,10 +233,13 @@ def _make_room(folder: Path, step: int) -> Path | None:
     present = folder / step_name(step)
     if present.exists():
         problems = verify(present)
-        if not problems:
+        if problems:
+            _set_aside(present, problems)
+        elif read_manifest(present).weights_only:  # training came back to it: the whole one takes its place
+            commit.remove(present)
+        else:
             log.info("checkpoint of step %d is there already and good", step)
             return None
-        _set_aside(present, problems)
     return commit.start_writing(folder, step)
 
 
