@@ -59,6 +59,9 @@ def train(
     settings
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
+    from shoal.runtime.allocator import keep_memory
+
+    keep_memory()
     from shoal.runtime.launch import launched_by_us
     from shoal.runtime.process import read_seat
     from shoal.train.request import Request

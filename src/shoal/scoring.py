@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from shoal.models.loss import cross_entropy_sum
+from shoal.models.loss import CrossEntropy
 
 
 def loss_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     """Return the summed cross entropy in nats, fp32; padded columns of the logits are -inf."""
-    return cross_entropy_sum(logits_btv.flatten(0, 1), targets_bt.flatten())
+    return CrossEntropy()(logits_btv, targets_bt)
 
 
 def perplexity(loss: float) -> float:

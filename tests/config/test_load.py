@@ -81,10 +81,15 @@ def test_a_missing_or_strange_file_is_named(tmp_path):
         (
             {"global_batch_size": 10, "micro_batch_size": 2},
             4,
-            "= 10 does not divide among 4 ranks",
+            "= 10 does not divide among 4 data-parallel ranks",
             "= 8 or 12",
         ),
-        ({"global_batch_size": 3, "micro_batch_size": 1}, 4, "= 3 does not divide among 4 ranks", "= 4"),
+        (
+            {"global_batch_size": 3, "micro_batch_size": 1},
+            4,
+            "= 3 does not divide among 4 data-parallel ranks",
+            "= 4",
+        ),
         (
             {"global_batch_size": 32, "micro_batch_size": 5},
             2,

@@ -16,7 +16,7 @@ from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.dropout import keyed_dropout, site_id
 from shoal.models.init import build_decoder
-from shoal.models.loss import cross_entropy_sum
+from shoal.models.loss import CrossEntropy
 from shoal.models.shape import resolve_shape
 from shoal.parallel.apply import apply
 from shoal.runtime import process as processes
@@ -69,7 +69,7 @@ def run(run_dir, dataset, device=DEVICE, **sections):
     job = make_job(run_dir, dataset, device, **sections)
     train(job)
     lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
-    weights = {name: p.detach().cpu() for name, p in job.replicated.bare.named_parameters()}
+    weights = {name: p.detach().cpu() for name, p in job.model.named_weights().items()}
     return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines]), lines, weights
 
 
@@ -107,7 +107,7 @@ def test_fused_adamw_takes_the_same_step_as_on_the_cpu():
     shape = resolve_shape(validate({"model": {"n_layers": 1, "d_model": 32, "n_heads": 2}}, "").model, 257)
     models = [build_decoder(shape, 1, device) for device in (DEVICE, "cpu")]
     for model in models:
-        optimiser = build_optimiser(model, Optimizer())
+        optimiser = build_optimiser(dict(model.named_parameters()), Optimizer())
         assert all(group["fused"] for group in optimiser.param_groups)
         generator = torch.Generator().manual_seed(2)
         for parameter in model.parameters():
@@ -183,7 +183,7 @@ def test_cross_entropy_in_chunks_equals_torch(dtype):
     logits[:, 50_257:] = float("-inf")
     targets = torch.randint(0, 50_257, (rows,), generator=generator, device=DEVICE)
     ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    loss, reference = cross_entropy_sum(ours, targets), F.cross_entropy(theirs, targets, reduction="sum")
+    loss, reference = CrossEntropy()(ours, targets), F.cross_entropy(theirs, targets, reduction="sum")
     (loss / rows).backward()
     (reference / rows).backward()
     torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)

@@ -169,7 +169,9 @@ def test_plain_attention_equals_the_fused_one():
 
 def test_every_place_of_every_layer_has_its_own_masks(monkeypatch):
     seen = []
-    monkeypatch.setattr(decoder, "keyed_dropout", lambda x, p, keys_b, site: seen.append((p, int(site))) or x)
+    monkeypatch.setattr(
+        decoder, "keyed_dropout", lambda x, p, keys, site, part: seen.append((p, int(site))) or x
+    )
     model = build_decoder(tiny_shape("gpt2", dropout=0.1, attention_dropout=0.2), seed=1, device="cpu")
     model(tokens(), dropout_keys_b=torch.arange(3))
     assert len({site for _, site in seen}) == len(seen) == 1 + 3 * 2

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.models import loss
-from shoal.models.loss import cross_entropy_sum
+from shoal.models.loss import CrossEntropy
 
 
 def make(dtype=torch.float32, rows=37):
@@ -18,7 +18,7 @@ def make(dtype=torch.float32, rows=37):
 def both(logits, targets):
     """Return (loss, gradient) of ours and of torch's in fp64, for a loss divided by 7."""
     results = []
-    for function, given in ((cross_entropy_sum, logits), (_reference, logits.detach().double())):
+    for function, given in ((CrossEntropy(), logits), (_reference, logits.detach().double())):
         given.requires_grad_()
         value = function(given, targets)
         (value / 7).backward()
@@ -52,11 +52,11 @@ def test_bfloat16_logits_give_an_fp32_loss_and_a_bfloat16_gradient():
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]], requires_grad=True)
-    value = cross_entropy_sum(logits, torch.tensor([0, 0]))
+    value = CrossEntropy()(logits, torch.tensor([0, 0]))
     value.backward()
     assert value.item() == 2e4
     assert torch.isfinite(logits.grad).all()
 
 
 def test_empty_batches_give_zero():
-    assert cross_entropy_sum(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)).item() == 0.0
+    assert CrossEntropy()(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)).item() == 0.0

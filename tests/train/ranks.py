@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shoal.config.load import validate
 from shoal.runtime.device import select_device
@@ -60,12 +62,18 @@ def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[
         "losses": [line["loss"] for line in steps],
         "norms": [line["grad_norm"] for line in steps],
         "lines": lines,
-        "weights": {name: p.detach().numpy().copy() for name, p in job.replicated.bare.named_parameters()},
+        "weights": {name: whole(p.detach()) for name, p in job.model.named_weights().items()},
         "moments": {
-            name: {key: value.numpy().copy() for key, value in job.optimiser.state_of(p).items()}
-            for name, p in job.replicated.bare.named_parameters()
+            name: {key: whole(value) for key, value in job.optimiser.state_of(p).items()}
+            for name, p in job.model.named_weights().items()
         },
     }
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy of a tensor, put together where it is cut. Collective over its mesh."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.numpy().copy()
 
 
 def batch_samples(run_dir: Path, values: dict[str, Any], step: int) -> tuple[list[int], torch.Tensor]:

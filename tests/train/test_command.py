@@ -360,7 +360,7 @@ def test_a_port_in_use_is_said(data, tmp_path):
             ["--train.global_batch_size", "9"],
             "train.micro_batch_size = 4 does not divide a rank's share of 9",
         ),
-        (["--nproc", "3"], "train.global_batch_size = 8 does not divide among 3 ranks"),
+        (["--nproc", "3"], "train.global_batch_size = 8 does not divide among 3 data-parallel ranks"),
         (["--init", "nowhere"], "--init nowhere does not exist"),
         (["--runtime.device", "cuda"], "torch sees no CUDA device here"),
         (["--model.n_layrs", "5"], "Did you mean --model.n-layers?"),

@@ -54,10 +54,10 @@ def poisoned_run(run_dir, values):
     """Train with a loss that is NaN on rank 1 alone in step 3."""
     from shoal.tasks.gpt import Gpt
 
-    honest = Gpt.loss
+    honest = Gpt.run
 
-    def loss(self, model, micro):
-        value = honest(self, model, micro)
+    def run(self, model, micro, inputs=None):
+        value = honest(self, model, micro, inputs)
         poisoned = dist.get_rank() == 1 and self.poisoned_step == 3
         return value * float("nan") if poisoned else value
 
@@ -67,11 +67,11 @@ def poisoned_run(run_dir, values):
         self.poisoned_step = step
         return batch(self, step)
 
-    Gpt.loss, Gpt.batch = loss, note_step
+    Gpt.run, Gpt.batch = run, note_step
     try:
         return run_training(run_dir, values)
     finally:
-        Gpt.loss, Gpt.batch = honest, batch
+        Gpt.run, Gpt.batch = honest, batch
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, data, tmp_path):

@@ -122,7 +122,7 @@ def test_other_optimisers_learn_resume_and_do_not_care_for_the_layout(pool, data
 def test_muon_takes_the_published_step(model):  # noqa: F811
     """Momentum, Nesterov, five Newton-Schulz iterations, in float64 by hand."""
     settings = Optimizer(name="muon", lr=0.1, weight_decay=0.0, momentum=0.95)
-    optimiser = build_optimiser(model, settings)
+    optimiser = build_optimiser(dict(model.named_parameters()), settings)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -17,7 +17,7 @@ SHAPE = {"n_layers": 3, "d_model": 48, "n_heads": 4, "max_seq_len": 32}
 
 def our_run(run_dir, values, hf_model):
     job = make_job(run_dir, values)
-    bare = job.replicated.bare
+    bare = job.model.parts[0]
     with torch.no_grad():
         for name, weight in decoder_from_hf(hf_model).named_parameters():
             bare.get_parameter(name).copy_(weight)

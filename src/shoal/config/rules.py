@@ -14,9 +14,9 @@ def divisors_near(value: int, total: int) -> str:
     return " or ".join(str(n) for n in below + above)
 
 
-def check(config: Config, world_size: int) -> None:
-    """Refuse combinations that cannot work on world_size data-parallel ranks, naming what would."""
-    _check_batch(config, world_size)
+def check(config: Config, dp: int) -> None:
+    """Refuse combinations that cannot work on dp data-parallel ranks, naming what would."""
+    _check_batch(config, dp)
     _check_lengths(config)
     _check_profile(config)
     weights, datasets = config.data.weights, config.data.datasets
@@ -27,27 +27,27 @@ def check(config: Config, world_size: int) -> None:
         )
 
 
-def grad_accum_steps(config: Config, world_size: int) -> int:
-    """Return the micro-steps of one optimiser step on each of world_size ranks."""
-    return config.train.global_batch_size // (config.train.micro_batch_size * world_size)
+def grad_accum_steps(config: Config, dp: int) -> int:
+    """Return the micro-steps of one optimiser step on each of dp data-parallel ranks."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * dp)
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_batch(config: Config, dp: int) -> None:
     total, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if total % world_size:
-        low = total // world_size * world_size
-        near = " or ".join(str(n) for n in (low, low + world_size) if n)
+    if total % dp:
+        low = total // dp * dp
+        near = " or ".join(str(n) for n in (low, low + dp) if n)
         raise ConfigError(
-            f"train.global_batch_size = {total} does not divide among {world_size} ranks",
+            f"train.global_batch_size = {total} does not divide among {dp} data-parallel ranks",
             hint=f"use train.global_batch_size = {near}",
         )
-    share = total // world_size
+    share = total // dp
     if share % micro:
         raise ConfigError(
             f"train.micro_batch_size = {micro} does not divide a rank's share of {share} sequences "
-            f"(train.global_batch_size = {total} on {world_size} rank(s))",
+            f"(train.global_batch_size = {total} on {dp} data-parallel rank(s))",
             hint=f"use train.micro_batch_size = {divisors_near(micro, share)}, "
-            f"or train.global_batch_size = {max(1, total // (micro * world_size)) * micro * world_size}",
+            f"or train.global_batch_size = {max(1, total // (micro * dp)) * micro * dp}",
         )
 
 

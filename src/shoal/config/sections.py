@@ -179,6 +179,28 @@ class Eval(Section):
     """Sequences per forward pass on one process; 0 means train.micro_batch_size."""
 
 
+class Parallel(Section):
+    """How the model and the batch are cut over processes; changes memory and time, never the result."""
+
+    tp: PositiveInt = 1
+    """Tensor parallelism: processes that share each layer's matrices, attention heads and the vocabulary."""
+    sequence: bool = False
+    """With tp: also cut norms, dropout and residual stream, along the sequence."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism: processes that hold successive layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the micro-batches in a pipeline. interleaved gives each process two parts of the model,
+    zero_bubble also splits each backward pass."""
+    split: tuple[NonNegativeInt, ...] = ()
+    """Layers of each pipeline part, first to last; empty means as even as possible."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO: 0 replicates everything, 1 shards the optimiser's state, 2 also gradients, 3 also weights."""
+    dp_shard: NonNegativeInt = 0
+    """Processes that share one sharded copy, replicated over the rest; 0 means all that tp and pp leave."""
+    offload: bool = False
+    """With zero: keep weights, gradients and optimiser state in host memory between their uses."""
+
+
 class Checkpoint(Section):
     """When to save and what to keep."""
 
@@ -227,6 +249,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
+    parallel: Parallel = Parallel()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()

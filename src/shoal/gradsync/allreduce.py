@@ -30,9 +30,6 @@ class AllReduce:
                 buffer.copy_(sent)
         self._in_flight.clear()
 
-    def after_step(self, step: int) -> None:
-        """Do nothing: replicas that sum every gradient never drift."""
-
     def _start(self, _state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         sent = buffer.to(self._dtype)  # the buffer itself where the format is its own

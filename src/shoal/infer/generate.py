@@ -60,12 +60,13 @@ def generate(
 
     A row ends with its `max_tokens` or before `stop_id`, which is not yielded.
     """
-    device = model.embed.weight.device
+    assert model.head is not None, "only whole models generate"
+    device = model.head.weight.device
     longest = max(len(row.tokens) for row in rows)
     starts = [longest - len(row.tokens) for row in rows]
     capacity = longest + max(row.max_tokens for row in rows)
     starts_b = torch.tensor(starts, device=device)
-    cache = KVCache(model.shape, starts_b, capacity, model.embed.weight.dtype)
+    cache = KVCache(model.shape, starts_b, capacity, model.head.weight.dtype)
     padded = [[0] * start + list(row.tokens) for start, row in zip(starts, rows, strict=True)]
     generators = [row_generator(sampling.seed, row.prompt, row.sample) for row in rows]
     left = [row.max_tokens for row in rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from shoal.models.cache import KVCache
 from shoal.models.dropout import keyed_dropout, site_id
 from shoal.models.recompute import keeping_products, run_in_chunks
 from shoal.models.shape import ModelShape
+
+TIED = "embed.weight"  # the name of an embedding that is the head's weight, too
 
 
 class Context(NamedTuple):
@@ -66,6 +68,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.dropout = shape.attention_dropout
         self.layer = layer
+        self.part = 0  # of the heads, where other processes hold the others
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
         batch, time, _ = x_btd.shape
@@ -103,7 +106,9 @@ class Attention(nn.Module):
         seen = torch.ones(time, time, dtype=torch.bool, device=q_bhtc.device).tril()
         seen = seen if context.mask is None else cast(Tensor, context.mask)
         probabilities_bhtt = scores_bhtt.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        kept_bhtt = keyed_dropout(probabilities_bhtt, self.dropout, context.dropout_keys_b, context.sites[0])
+        kept_bhtt = keyed_dropout(
+            probabilities_bhtt, self.dropout, context.dropout_keys_b, context.sites[0], self.part
+        )
         return kept_bhtt.type_as(v_bhtc) @ v_bhtc
 
 
@@ -142,6 +147,7 @@ class Block(nn.Module):
         self.mlp_norm = _norm(shape)
         self.mlp = GeluMlp(shape) if shape.style == "gpt2" else SwigluMlp(shape)
         self.dropout = shape.dropout
+        self.part = 0  # of each sequence, where other processes hold the others
         self.recompute = False  # all but the matrix products
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
@@ -156,7 +162,7 @@ class Block(nn.Module):
     def _drop(self, x_btd: Tensor, context: Context, site: int) -> Tensor:
         if context.sites is None:
             return x_btd
-        return maybe_dropout(x_btd, self.dropout, context.dropout_keys_b, context.sites[site])
+        return maybe_dropout(x_btd, self.dropout, context.dropout_keys_b, context.sites[site], self.part)
 
 
 class Head(nn.Module):
@@ -168,32 +174,60 @@ class Head(nn.Module):
         self.vocab_size = shape.vocab_size
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return F.linear(x_btd, self.weight, self._padding_bias())
+        return without_padding(F.linear(x_btd, self.weight), self.vocab_size)
 
-    def _padding_bias(self) -> Tensor | None:
-        """Return 0 for true ids, -inf for padded ones; made anew each time, as `to_empty` loses buffers."""
-        padded_vocab_size = self.weight.shape[0]
-        if padded_vocab_size == self.vocab_size:
-            return None
-        bias_v = torch.zeros(padded_vocab_size, dtype=self.weight.dtype, device=self.weight.device)
-        bias_v[self.vocab_size :] = float("-inf")
-        return bias_v
+
+def without_padding(logits_btv: Tensor, vocab_size: int) -> Tensor:
+    """Set the columns from `vocab_size` on to -inf, in place."""
+    if vocab_size >= logits_btv.shape[-1]:
+        return logits_btv
+    masked: Tensor = _WithoutPadding.apply(logits_btv, vocab_size)
+    return masked
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """What a bias of -inf would do, without the copies of all logits that torch makes for one.
+
+    The gradient passes as it is: what -inf has no part in has none with respect to it, either.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_btv: Tensor, vocab_size: int) -> Tensor:
+        ctx.mark_dirty(logits_btv)
+        logits_btv[..., vocab_size:] = float("-inf")
+        return logits_btv
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model of the given shape."""
+    """A decoder-only language model of the given shape, or the part of one with only some of its layers."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, layers: range | None = None) -> None:
+        """Make the whole model, or some layers of it: the first brings embeddings, the last the head."""
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.padded_vocab_size, shape.d_model)
-        self.positions = nn.Embedding(shape.max_seq_len, shape.d_model) if shape.style == "gpt2" else None
-        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in range(shape.n_layers)})
-        self.norm = _norm(shape)
-        self.head = Head(shape)
+        layers = range(shape.n_layers) if layers is None else layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == shape.n_layers
+        learned = self.is_first and shape.style == "gpt2"
+        self.embed = nn.Embedding(shape.padded_vocab_size, shape.d_model) if self.is_first else None
+        self.positions = nn.Embedding(shape.max_seq_len, shape.d_model) if learned else None
+        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in layers})
+        self.norm = _norm(shape) if self.is_last else None
+        self.head = Head(shape) if self.is_last else None
         self.site = site_id("embed")
+        self.part, self.parts = 0, 1  # of each sequence, where several processes share it
         self.recompute_layers = 0  # layers in a chunk of which only the input is kept; 0: keep everything
         self._tie()
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by the names they have in the whole model; a tied one as the embedding."""
+        weights = dict(self.named_parameters())
+        if self.shape.tie_embeddings and not self.is_first and self.is_last:
+            weights[TIED] = weights.pop("head.weight")
+        return weights
 
     def set_recompute(self, mode: Literal["none", "full", "selective"], layers: int) -> None:
         """Choose what backward computes again; mode full: in chunks of `layers`, the last may be smaller."""
@@ -203,7 +237,7 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens_bt: Tensor,
+        inputs: Tensor,
         *,
         dropout_keys_b: Tensor | None = None,
         cache: KVCache | None = None,
@@ -211,42 +245,46 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return logits [batch, time, padded_vocab_size]; padded columns are -inf.
 
-        `dropout_keys_b` int64 [batch] turns dropout on, a key for each sample. With a `cache`, `tokens_bt`
-        follows what it holds, and it grows by them. `documents_bt` numbers the document of each token, never
+        `inputs` are tokens [batch, time]. A part without the last layer returns the residual stream [batch,
+        time, d_model], which is what a part without the first one takes.
+
+        `dropout_keys_b` int64 [batch] turns dropout on, a key for each sample. With a `cache`, the tokens
+        follow what it holds, and it grows by them. `documents_bt` numbers the document of each token, never
         falling along a row: a token sees only its own, and positions restart with each. A ConfigError refuses
         more positions than the learned table has.
         """
-        return self.head(
-            self.hidden(tokens_bt, dropout_keys_b=dropout_keys_b, cache=cache, documents_bt=documents_bt)
-        )
+        x_btd = self.hidden(inputs, dropout_keys_b=dropout_keys_b, cache=cache, documents_bt=documents_bt)
+        return x_btd if self.head is None else self.head(x_btd)
 
     def hidden(
         self,
-        tokens_bt: Tensor,
+        inputs: Tensor,
         *,
         dropout_keys_b: Tensor | None = None,
         cache: KVCache | None = None,
         documents_bt: Tensor | None = None,
     ) -> Tensor:
         """Return what the head turns into logits, [batch, time, d_model]; arguments as of `forward`."""
-        time = tokens_bt.shape[1]
+        time = inputs.shape[1] * (1 if self.is_first else self.parts)
         self._check_call(time, dropout_keys_b, cache)
-        positions, mask = self._places(tokens_bt, dropout_keys_b, cache, documents_bt)
+        positions, mask = self._places(time, inputs.device, dropout_keys_b, cache, documents_bt)
         rotation = None
-        x_btd = self.embed(tokens_bt)
+        x_btd = inputs if self.embed is None else self.embed(inputs)
         if self.positions is not None:
             x_btd = x_btd + self.positions(positions)
-        else:
+        if self.shape.style == "llama":
             rotation = rotation_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-        x_btd = maybe_dropout(x_btd, self.shape.dropout, dropout_keys_b, self.site)
+        if self.is_first:
+            x_btd = maybe_dropout(x_btd, self.shape.dropout, dropout_keys_b, self.site, self.part)
         x_btd = self._run_blocks(x_btd, Context(rotation, mask, cache, dropout_keys_b))
         if cache is not None:
             cache.length += time
-        return self.norm(x_btd)
+        return x_btd if self.norm is None else self.norm(x_btd)
 
     def _places(
         self,
-        tokens_bt: Tensor,
+        time: int,
+        device: torch.device,
         dropout_keys_b: Tensor | None,
         cache: KVCache | None,
         documents_bt: Tensor | None,
@@ -254,9 +292,9 @@ class Decoder(nn.Module):
         """Return each token's position and which columns it sees."""
         if cache is not None:
             assert documents_bt is None, "a cache holds one document a row"
-            return cache.positions(tokens_bt.shape[1]), cache.mask(tokens_bt.shape[1])
+            return cache.positions(time), cache.mask(time)
         if documents_bt is None:
-            return torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None], None
+            return torch.arange(time, device=device)[None], None
         plain = dropout_keys_b is not None and self.shape.attention_dropout > 0.0
         dense = plain or documents_bt.device.type == "cpu"
         mask = documents.dense_mask(documents_bt) if dense else documents.block_mask(documents_bt)
@@ -287,7 +325,7 @@ class Decoder(nn.Module):
             )
 
     def _tie(self) -> None:
-        if self.shape.tie_embeddings:
+        if self.shape.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = cast(nn.Parameter, self.embed.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -297,9 +335,9 @@ class Decoder(nn.Module):
         return self
 
 
-def maybe_dropout(x: Tensor, p: float, keys_b: Tensor | None, site: int | Tensor) -> Tensor:
+def maybe_dropout(x: Tensor, p: float, keys_b: Tensor | None, site: int | Tensor, part: int = 0) -> Tensor:
     """Apply keyed dropout where there are keys and something to drop."""
-    return x if keys_b is None or p == 0.0 else keyed_dropout(x, p, keys_b, site)
+    return x if keys_b is None or p == 0.0 else keyed_dropout(x, p, keys_b, site, part)
 
 
 def _norm(shape: ModelShape) -> nn.Module:

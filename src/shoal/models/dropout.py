@@ -27,32 +27,34 @@ def site_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def keyed_dropout(x: Tensor, p: float, keys_b: Tensor, site: int | Tensor) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, keys_b: Tensor, site: int | Tensor, part: int = 0) -> Tensor:
     """Drop elements of `x` [batch, ...] with probability `p` and scale the rest by 1 / (1 - p).
 
     `keys_b` int64 [batch] names the samples; `site` comes from `site_id`, as it is or as an int64
-    tensor of no dimensions. Same key, site and place in the
-    sample give the same bit on every device.
+    tensor of no dimensions. Same key, site and place in the sample give the same bit on every device. Where
+    `x` is one of several equal parts of each sample, one after the other, `part` says which.
     """
     dropped_levels = round(p * _LEVELS)
     if dropped_levels == 0:
         return x
-    dropped = _hash_halves(keys_b ^ site, x[0].numel()) < dropped_levels - _LEVELS // 2
+    size = x[0].numel()
+    dropped = _hash_halves(keys_b ^ site, part * size, size) < dropped_levels - _LEVELS // 2
     return x.masked_fill(dropped.view_as(x), 0.0).mul_(_LEVELS / (_LEVELS - dropped_levels))
 
 
-def _hash_halves(keys_b: Tensor, num_elements: int) -> Tensor:
-    """Return uniform int16 [batch, num_elements]."""
+def _hash_halves(keys_b: Tensor, first: int, num_elements: int) -> Tensor:
+    """Return uniform int16 [batch, num_elements] for the places from `first` on."""
     keys_b = _mix_64(keys_b)
     low_b1 = keys_b.to(torch.int32).unsqueeze(1)
     odd_b1 = (keys_b >> 32).to(torch.int32).unsqueeze(1) | 1
-    num_words = -(-num_elements // 2)
-    index_w = torch.arange(num_words, dtype=torch.int32, device=keys_b.device)
+    skipped = first % 2
+    words = range(first // 2, -(-(first + num_elements) // 2))
+    index_w = torch.arange(words.start, words.stop, dtype=torch.int32, device=keys_b.device)
     bits_bw = _mix_32(index_w) ^ low_b1
     bits_bw.mul_(odd_b1)
     _mix_32(bits_bw)
     halves = bits_bw.view(torch.int16)
-    return halves if halves.shape[1] == num_elements else halves[:, :num_elements]
+    return halves if halves.shape[1] == num_elements else halves[:, skipped : skipped + num_elements]
 
 
 def _mix_32(x: Tensor) -> Tensor:

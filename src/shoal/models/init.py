@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,28 +24,40 @@ def build_decoder(shape: ModelShape, seed: int, device: torch.device | str) -> D
     return model
 
 
+def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """Return a parameter that is not cut, and its first row and column."""
+    return parameter, 0, 0
+
+
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(
+    model: Decoder, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole
+) -> None:
     """Set all weights: matrices N(0, 0.02), residual outputs N(0, 0.02 / sqrt(2 layers)), biases 0, norms 1.
 
     A value depends on seed, parameter name and its place only: not on the device, the other parameters or the
-    number of rows, so a padded vocabulary has the same true rows.
+    number of rows, so a padded vocabulary has the same true rows. `own_part` returns what of a parameter is
+    to be set here, and the row and column of the whole where that begins.
     """
     residual_std = _STD / (2 * model.shape.n_layers) ** 0.5
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_weights().items():
+        part, row, column = own_part(parameter)
         if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            part.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
-            _fill_normal(parameter, residual_std if residual else _STD, seed, name)
+            std = residual_std if name.endswith(("attention.o.weight", "mlp.down.weight")) else _STD
+            _fill_normal(part, row, column, parameter.shape[1], std, f"{seed}/{name}")
 
 
-def _fill_normal(matrix: Tensor, std: float, seed: int, name: str) -> None:
-    rows, columns = matrix.shape
-    for block, first in enumerate(range(0, rows, _BLOCK_ROWS)):
-        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+def _fill_normal(part: Tensor, row: int, column: int, columns: int, std: float, name: str) -> None:
+    """Fill the part of a matrix of `columns` columns that begins at (row, column)."""
+    filled = 0
+    while filled < len(part):
+        block, skipped = divmod(row + filled, _BLOCK_ROWS)
+        digest = hashlib.blake2b(f"{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         # Always a whole block: torch draws the last values of a tensor differently, depending on its size.
         values = torch.randn(_BLOCK_ROWS, columns, generator=generator)
-        part = matrix[first : first + _BLOCK_ROWS]
-        part.copy_(values[: len(part)] * std)
+        values = values[skipped : skipped + len(part) - filled, column : column + part.shape[1]]
+        part[filled : filled + len(values)].copy_(values * std)
+        filled += len(values)

@@ -1,13 +1,13 @@
 """Cross entropy over a large vocabulary without fp32 copies of the logits.
 
-torch's own keeps fp32 logits, their log-softmax and two gradients of that size at once. Here logits and one
-gradient in the logits' own format are all there is; the rest happens a few rows at a time, in the cache.
+torch's own keeps fp32 logits, their log-softmax and two gradients of that size at once. Here the logits are
+all there is: the backward pass turns them into their own gradient, some rows at a time, in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,33 +15,76 @@ from torch import Tensor
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}  # 4 MB stays in a core's cache; a GPU wants few launches
 
 
-def cross_entropy_sum(logits_nv: Tensor, targets_n: Tensor) -> Tensor:
-    """Return the cross entropy summed over rows, in nats, fp32; every target is a valid id.
+class Columns(Protocol):
+    """The columns of the logits that this process holds, where several share the vocabulary."""
 
-    Columns of -inf (padded vocabulary) take no probability and get a gradient of exactly 0.
-    """
-    loss: Tensor = _CrossEntropySum.apply(logits_nv, targets_n)
-    return loss
+    first: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every process's `x`, stacked along a new first dim. Collective over them."""
+
+
+class CrossEntropy:
+    """Cross entropy summed over rows, of whole logits or of the columns that each process holds."""
+
+    def __init__(self, columns: Columns | None = None, *, compiled: bool = False) -> None:
+        self.columns = columns
+        self.log_total: Callable[[Tensor], Tensor] = _log_total
+        self.to_gradient: Callable[[Tensor, Tensor, Tensor], Tensor] = _to_gradient
+        if compiled:
+            self.log_total = torch.compile(_log_total, dynamic=False)
+            self.to_gradient = torch.compile(_to_gradient, dynamic=False)
+
+    def __call__(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+        """Return the sum in nats, fp32; every target is a valid id of the whole vocabulary.
+
+        Columns of -inf (padded vocabulary) take no probability and get a gradient of exactly 0. Backward
+        overwrites the logits.
+        """
+        loss: Tensor = _CrossEntropySum.apply(logits_btv.flatten(0, -2), targets_bt.flatten(), self)
+        return loss
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, how: CrossEntropy) -> Tensor:
         log_total_n = torch.empty(len(targets_n), dtype=torch.float32, device=logits_nv.device)
         for rows in _chunks(logits_nv):
-            log_total_n[rows] = logits_nv[rows].float().logsumexp(dim=-1)
-        ctx.save_for_backward(logits_nv, targets_n, log_total_n)
-        return (log_total_n - logits_nv.gather(1, targets_n[:, None]).squeeze(1)).sum()
+            log_total_n[rows] = how.log_total(logits_nv[rows])
+        first = how.columns.first if how.columns else 0
+        column_n = targets_n - first
+        held_n = (column_n >= 0) & (column_n < logits_nv.shape[1])
+        column_n = column_n.where(held_n, 0)
+        picked_n = logits_nv.gather(1, column_n[:, None]).squeeze(1).float().where(held_n, 0.0)
+        if how.columns is not None:
+            both_p2n = how.columns.gather(torch.stack((log_total_n, picked_n)))
+            log_total_n, picked_n = both_p2n[:, 0].logsumexp(dim=0), both_p2n[:, 1].sum(dim=0)
+        ctx.save_for_backward(logits_nv, column_n, held_n, picked_n, log_total_n)
+        ctx.how = how
+        return (log_total_n - picked_n).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits_nv, targets_n, log_total_n = ctx.saved_tensors
-        grad_nv = torch.empty_like(logits_nv)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits_nv, column_n, held_n, picked_n, log_total_n = ctx.saved_tensors
         for rows in _chunks(logits_nv):
-            part_nv = (logits_nv[rows] - log_total_n[rows, None]).exp_()
-            part_nv[torch.arange(len(part_nv), device=part_nv.device), targets_n[rows]] -= 1.0
-            grad_nv[rows] = part_nv.mul_(grads[0])
-        return grad_nv, None
+            ctx.how.to_gradient(logits_nv[rows], log_total_n[rows], grads[0])
+        # The target's own, softmax - 1, is small where the model is right: worked out before any rounding.
+        target_n = ((picked_n - log_total_n).expm1() * grads[0]).to(logits_nv.dtype)
+        softmax_n1 = logits_nv.gather(1, column_n[:, None])
+        return (
+            logits_nv.scatter_(1, column_n[:, None], target_n[:, None].where(held_n[:, None], softmax_n1)),
+            None,
+            None,
+        )
+
+
+def _log_total(logits_nv: Tensor) -> Tensor:
+    return logits_nv.float().logsumexp(dim=-1)
+
+
+def _to_gradient(logits_nv: Tensor, log_total_n: Tensor, factor: Tensor) -> Tensor:
+    """Turn logits into factor * softmax, in place."""
+    return logits_nv.copy_((logits_nv - log_total_n[:, None]).exp_().mul_(factor))
 
 
 def _chunks(logits_nv: Tensor) -> Iterator[slice]:

@@ -1,60 +1,230 @@
-"""The one place where a model is materialised and wrapped for several ranks."""
+"""The one place where a model is cut, materialised and wrapped for several ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.config.layout_rules import layers_of_parts
+from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
+from shoal.gradsync.after_backward import SumAfterBackward
 from shoal.gradsync.allreduce import AllReduce
-from shoal.models.decoder import Decoder
+from shoal.models.decoder import TIED, Decoder
+from shoal.models.init import initialise
+from shoal.models.shape import ModelShape
 from shoal.parallel.compile import Compilation, compile_blocks
+from shoal.parallel.norm import GradientNorm
+from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.shard import Sharding
+from shoal.parallel.tensor import TensorParallel, own_part
+from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
+T = TypeVar("T")
+Micro = TypeVar("Micro", contravariant=True)
+_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-class Replicated:
-    """A model as the trainer sees it: `bare` holds the parameters, `forward` is what runs."""
 
-    def __init__(self, bare: Decoder, forward: nn.Module, sync: AllReduce) -> None:
-        self.bare = bare
-        self.forward = forward
-        self.sync = sync
+class Task(Protocol[Micro]):
+    """What a layout asks of a task: what a model, or a part of one, does with a micro-batch."""
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-step; gradients travel on the last one only."""
+    def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
+        """Return the summed loss, or what the next part takes; `inputs` is what the part before put out."""
+        ...
+
+
+class CutModel(Generic[T]):
+    """A model as the trainer sees it, whatever its layout: run it, sum its gradients, name its weights."""
+
+    def __init__(
+        self,
+        parts: list[Decoder],
+        mesh: Mesh,
+        process: Process,
+        run: Callable[[nn.Module, T], Tensor],
+        phase: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
+        self.parts = parts
+        self.mesh = mesh
+        self._run = run
+        self._phase = phase
+        self.forward: nn.Module = parts[0]  # with plain data parallelism: the replica
+        self.sync: AllReduce | None = None  # the same
+        self.sharding: Sharding | None = None
+        self.pipeline: Pipeline[T] | None = None
+        self.sums: list[SumAfterBackward] = []
+        self.gradient_norm = GradientNorm(self.named_weights(), self.elsewhere, mesh, process)
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return this rank's weights, cut ones as DTensors, by their names in the whole model."""
+        return {name: weight for part in self.parts for name, weight in part.named_weights().items()}
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Names of weights of this rank that the first pipeline part has, too, and saves and counts."""
+        first = any(part.is_first for part in self.parts)
+        return set() if first else {TIED} & self.named_weights().keys()
+
+    def train(self, *, on: bool) -> None:
+        """Switch to training or evaluation."""
+        for part in self.parts:
+            part.train(on)
+            if on and self.sharding is not None:
+                self.sharding.give_back(part)
+
+    def forward_backward(self, micro_batches: list[T], factor: float) -> Tensor:
+        """Add the gradients of the summed loss times `factor`; return the sum, 0 where it is not known.
+
+        Gradients travel during the last backward pass, or with ZeRO-2 and 3 during each. Collective.
+        """
+        if self.pipeline is not None:
+            with self._phase("bubble"):
+                return self.pipeline.forward_backward(micro_batches, factor)
+        total = torch.zeros((), device=next(self.parts[0].parameters()).device)
+        for number, micro in enumerate(micro_batches, start=1):
+            with self._micro_step(last=number == len(micro_batches)):
+                with self._phase("forward"):
+                    loss = self._run(self.forward, micro)
+                with self._phase("backward"):
+                    (loss * factor).backward()
+            total += loss.detach()
+        return total
+
+    def finish_gradients(self) -> None:
+        """Return when every gradient is the sum over all that hold a part of the batch. Collective."""
+        if self.sync is not None:
+            self.sync.wait()
+        for part in self.sums:
+            part.run()
+
+    def evaluate(self, micro_batches: list[T], sizes: list[int]) -> list[Tensor]:
+        """Return the summed loss of each micro-batch of `sizes` sequences; none where it is not known."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(micro_batches, sizes)
+        return [self._run(self.parts[0], micro) for micro in micro_batches]
+
+    def _micro_step(self, *, last: bool) -> AbstractContextManager[None]:
+        if self.sharding is not None:
+            self.sharding.micro_step(self.parts[0], last=last)
         if last or not isinstance(self.forward, DistributedDataParallel):
             return nullcontext()
         return self.forward.no_sync()
 
 
-_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def apply(
+    shape: ModelShape,
+    mesh: Mesh,
+    process: Process,
+    config: Config,
+    compilation: Compilation,
+    task: Task[T],
+    phase: Callable[[str], AbstractContextManager[Any]],
+) -> CutModel[T]:
+    """Make the model, or this rank's part of it, in the layout of the mesh. Collective over the world.
 
-
-def apply(model: Decoder, process: Process, config: Config, compilation: Compilation) -> Replicated:
-    """Wrap a materialised model: recompute, compile, replicate. Collective over the world.
-
-    In this order, as the compiler is to see what is recomputed, and replicas what is compiled.
+    Pipeline parts, then tensor cuts, recompute, compile, ZeRO or replicas, each wrapping what is there: parts
+    have all of their own tensors; shards are made of what a tensor rank holds; the compiler sees what is
+    recomputed, and replicas what is compiled. All of it happens on the meta device, so that no rank ever
+    holds more than its own; weights are a function of seed, name and place.
     """
-    model.set_recompute(config.train.recompute, config.train.recompute_layers)
-    if compilation.on:
-        compile_blocks(model)
-    sync = AllReduce(_REDUCE_DTYPES[config.precision.reduce_dtype])
+    layout, device = mesh.layout, process.device.torch_device
+    reduce_dtype = _REDUCE_DTYPES[config.precision.reduce_dtype]
+    numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
+    layers = layers_of_parts(config, layout, shape.n_layers)
+    with torch.device("meta"):
+        parts = [Decoder(shape, layers[number]) for number in numbers]
+    tensor = TensorParallel(mesh["tp"], sequence=layout.sequence) if layout.tp > 1 else None
+    sharding = (
+        Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=config.parallel.offload)
+        if layout.zero
+        else None
+    )
+    for part in parts:
+        if tensor is not None:
+            tensor.cut(part)
+        part.set_recompute(config.train.recompute, config.train.recompute_layers)
+        if compilation.on:
+            compile_blocks(part)
+        if sharding is not None:
+            sharding.shard(part)
+        part.to_empty(device="cpu" if config.parallel.offload else device)
+        initialise(part, config.train.seed, own_part)
+    model = CutModel(parts, mesh, process, task.run, phase)
+    model.sharding = sharding
+    if mesh.axes is None:
+        _replicate(model, process, reduce_dtype, compiled=compilation.on)
+        return model
+    model.sums = _sums(model, tensor, reduce_dtype)
+    if layout.pp > 1:
+        model.pipeline = _pipeline(model, numbers, config, task, phase, device)
+    return model
+
+
+def _sums(model: CutModel[T], tensor: TensorParallel | None, dtype: torch.dtype) -> list[SumAfterBackward]:
+    """Return the sums that complete the gradients when all backward passes are done."""
+    weights, mesh = model.named_weights(), model.mesh
+    sums = []
+    if tensor is not None and (partial := tensor.partial_parameters()):
+        sums.append(SumAfterBackward(partial, mesh.group("tp"), torch.float32))
+    if mesh.layout.dp_replicate > 1:
+        sums.append(SumAfterBackward(weights.values(), mesh.group("dp_replicate"), dtype))
+    tied = model.parts[0].shape.tie_embeddings and TIED in weights
+    if mesh.ends is not None and tied:
+        sums.append(SumAfterBackward([weights[TIED]], mesh.ends, torch.float32))
+    return sums
+
+
+def _pipeline(
+    model: CutModel[T],
+    numbers: list[int],
+    config: Config,
+    task: Task[T],
+    phase: Callable[[str], AbstractContextManager[Any]],
+    device: torch.device,
+) -> Pipeline[T]:
+    layout, train, sharding = model.mesh.layout, config.train, model.sharding
+
+    def before_backward(part: Decoder, last: bool) -> None:
+        if sharding is not None:
+            sharding.micro_step(part, last=last)
+
+    time = train.seq_len // (layout.tp if layout.sequence else 1)
+    return Pipeline(
+        model.parts,
+        numbers,
+        layout.parts,
+        run_part=task.run,
+        before_backward=before_backward,
+        phase=phase,
+        schedule=layout.schedule,
+        num_microbatches=grad_accum_steps(config, layout.dp),
+        boundary=torch.Size((train.micro_batch_size, time, model.parts[0].shape.d_model)),
+        group=model.mesh.group("pp"),
+        device=device,
+    )
+
+
+def _replicate(model: CutModel[T], process: Process, reduce_dtype: torch.dtype, *, compiled: bool) -> None:
+    model.sync = AllReduce(reduce_dtype)
     if process.world_size == 1:
-        return Replicated(model, model, sync)
+        return
     wrapped = DistributedDataParallel(
-        model,
+        model.parts[0],
         device_ids=[process.device.torch_device] if process.device.is_cuda else None,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank computed the same weights
     )
-    sync.attach(wrapped)
+    model.forward = wrapped
+    model.sync.attach(wrapped)
     # Compiled code would be made for this one token, too.
-    with torch.compiler.set_stance("force_eager") if compilation.on else nullcontext():
-        _settle_buckets(wrapped, sync, process.device.torch_device)
-    return Replicated(model, wrapped, sync)
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        _settle_buckets(wrapped, model.sync, process.device.torch_device)
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, sync: AllReduce, device: torch.device) -> None:

@@ -40,8 +40,8 @@ def decide(config: Config, shape: ModelShape, process: Process) -> Compilation:
             f"data.reset_documents = true has its attention kernel compiled on a GPU, but {missing}",
             hint="install it, or use data.reset_documents = false",
         )
-    if setting == "off":
-        return Compilation(False, "train.compile = off")
+    if setting == "off" or config.parallel.pp > 1:
+        return Compilation(False, "train.compile = off" if setting == "off" else "pipelines are not compiled")
     work = _work(config, shape, process)
     repaid = _REPAID_FLOPS[device.type] * (process.threads if device.type == "cpu" else 1)
     if setting == "auto" and work < repaid:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal import scoring
 from shoal.data.ahead import Ahead
 from shoal.data.loader import Batch, Loader, Windows, fixed_sample
 from shoal.models.documents import document_ids
+from shoal.models.loss import CrossEntropy
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class HostBatch(Batch):
 
 
 class Gpt:
-    """The task seam: a batch for a step, and the (loss sum, token count) of a model on a part of it."""
+    """The task seam: a batch for a step, and the summed loss of a model on a part of it."""
 
     def __init__(
         self,
@@ -41,10 +42,14 @@ class Gpt:
         seed: int,
         micro_batch_size: int,
         device: torch.device,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        cross_entropy: CrossEntropy | None = None,
         reset_after: int | None = None,
     ) -> None:
         """Make the task; documents that end in token `reset_after` do not see each other."""
         self.loader = loader
+        self._autocast = autocast
+        self._cross_entropy = cross_entropy or CrossEntropy()
         self._reset_after = reset_after
         self._seed = seed
         self._micro = micro_batch_size
@@ -78,16 +83,21 @@ class Gpt:
             for parts in zip(tokens.split(self._micro), keys.split(self._micro), strict=True)
         ]
 
-    def loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        """Return the loss summed over the targets of a micro-batch, in nats."""
-        inputs_bt, targets_bt = micro.tokens_bt[:, :-1], micro.tokens_bt[:, 1:]
+    def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
+        """Return the loss summed over the targets of a micro-batch, in nats.
+
+        A part of a model takes as `inputs` what the part before it returned, and returns what the next one
+        takes; only the last returns the loss.
+        """
+        tokens_bt, targets_bt = micro.tokens_bt[:, :-1], micro.tokens_bt[:, 1:]
         ends = self._reset_after
-        logits_btv = model(
-            inputs_bt,
-            dropout_keys_b=micro.dropout_keys_b,
-            documents_bt=None if ends is None else document_ids(inputs_bt, ends),
-        )
-        return scoring.loss_sum(logits_btv, targets_bt)
+        with self._autocast():
+            y = model(
+                tokens_bt if inputs is None else inputs,
+                dropout_keys_b=micro.dropout_keys_b,
+                documents_bt=None if ends is None else document_ids(tokens_bt, ends),
+            )
+            return self._cross_entropy(y, targets_bt) if getattr(model, "is_last", True) else y
 
 
 @dataclass(frozen=True)
@@ -98,17 +108,18 @@ class EvalSet:
     sequences: int
     batch_size: int
 
-    def batches(self, rank: int, world_size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield this rank's tokens_bt [<= batch_size, seq_len + 1]; every rank yields equally often.
+    def batches(self, rank: int, world_size: int, device: torch.device) -> Iterator[tuple[Tensor, bool]]:
+        """Yield (tokens_bt [<= batch_size, seq_len + 1], whether they count), equally often on every rank.
 
-        A rank that has run out yields an empty tensor, so that collectives between batches line up.
+        A rank that has run out yields another's window, so that collectives line up.
         """
         index = fixed_sample(self.windows, self.sequences)
         mine = index[rank::world_size]
         rounds = -(-len(index[::world_size]) // self.batch_size)
         for number in range(rounds):
             part = mine[number * self.batch_size : (number + 1) * self.batch_size]
-            yield torch.from_numpy(self.windows.read(part)).to(device)
+            own = part if len(part) else index[:1]
+            yield torch.from_numpy(self.windows.read(own)).to(device), bool(len(part))
 
 
 def dropout_keys(seed: int, samples: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from shoal.runtime.device import Device
 
-PHASES = ("data", "forward", "backward", "communication", "optimiser")
+PHASES = ("data", "forward", "backward", "bubble", "communication", "optimiser")
 
 
 @dataclass
@@ -53,6 +53,9 @@ class StepClock:
         self.device.synchronise()
         for name, first, last in self.spans:
             self.phases[name] += first.elapsed_time(last) / 1e3 if self.device.is_cuda else last - first
+        # A pipeline is timed as a whole, and its computations within it: the rest is waiting for other parts.
+        if self.phases["bubble"]:
+            self.phases["bubble"] -= self.phases["forward"] + self.phases["backward"]
         return self.now() - self._began
 
 

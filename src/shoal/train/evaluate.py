@@ -14,18 +14,20 @@ def evaluate(job: Job, subset: EvalSet) -> float | None:
 
     The sum over all ranks is divided once by the count over all ranks. Collective over the world.
     """
-    model, process = job.replicated.bare, job.process
-    total, count = 0.0, 0
-    model.eval()
-    for tokens_bt in subset.batches(process.rank, process.world_size, process.device.torch_device):
-        if job.stop.requested():
-            model.train()
-            return None
-        if len(tokens_bt):
-            with job.precision.autocast():
-                total += job.task.loss(model, MicroBatch(tokens_bt, None)).item()
-            count += tokens_bt[:, 1:].numel()
-    model.train()
+    process, mesh = job.process, job.model.mesh
+    total, count, stopped = 0.0, 0, False
+    job.model.train(on=False)
+    batches = subset.batches(mesh.dp_rank, mesh.layout.dp, process.device.torch_device)
+    for tokens_bt, valid in batches:
+        if stopped := job.stop.requested():
+            break
+        for loss in job.model.evaluate([MicroBatch(tokens_bt, None)], [len(tokens_bt)]):
+            if valid and mesh.speaks_for_its_tokens:
+                total += loss.item()
+                count += tokens_bt[:, 1:].numel()
+    job.model.train(on=True)
+    if stopped:
+        return None
     global_total, global_count = process.sum(total, count)
     return global_total / global_count
 

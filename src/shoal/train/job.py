@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.store import CheckpointStore
+from shoal.config.layout import resolve_layout
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, TokenSplit
 from shoal.data.loader import Loader, Windows
-from shoal.models.init import build_decoder
+from shoal.models.loss import CrossEntropy
 from shoal.models.shape import ModelShape, resolve_shape
-from shoal.parallel.apply import Replicated, apply
+from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
+from shoal.parallel.tensor import VocabularyPart
 from shoal.runtime.compiler import keep_compiled_in
 from shoal.runtime.log import log
+from shoal.runtime.mesh import Mesh, make_mesh
 from shoal.runtime.process import Process
 from shoal.runtime.stop import Stop
-from shoal.tasks.gpt import EvalSet, Gpt
+from shoal.tasks.gpt import EvalSet, Gpt, MicroBatch
 from shoal.train.clock import StepClock
 from shoal.train.guard import LossGuard
 from shoal.train.metrics import Metrics
@@ -37,7 +40,7 @@ class Job:
     datasets: list[Dataset]
     shape: ModelShape
     task: Gpt
-    replicated: Replicated
+    model: CutModel[MicroBatch]
     compilation: Compilation
     optimiser: Optimiser
     precision: Precision
@@ -64,29 +67,34 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     datasets = request.check(process.world_size)
     shape = resolve_shape(request.config.model, datasets[0].vocab_size)
     config = _with_vocabulary(request.config, shape.vocab_size)
+    layout = resolve_layout(config.parallel, process.world_size)
+    mesh = make_mesh(process, layout, config.runtime.timeout_s)
     device = process.device.torch_device
     precision = Precision(config.precision, device)
-    loader = _make_loader(config, datasets, process)
     compilation = decide(config, shape, process)
     if compilation.on:
         keep_compiled_in(request.run_dir / "compiled")
-    model = build_decoder(shape, config.train.seed, device)
+    columns = VocabularyPart(mesh["tp"], shape.padded_vocab_size) if layout.tp > 1 else None
     clock = StepClock(process.device)
+    task = Gpt(
+        _make_loader(config, datasets, mesh),
+        seed=config.train.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        device=device,
+        autocast=precision.autocast,
+        cross_entropy=CrossEntropy(columns, compiled=compilation.on),
+        reset_after=datasets[0].eod_id if config.data.reset_documents else None,
+    )
+    model = apply(shape, mesh, process, config, compilation, task, clock.phase)
     return Job(
         request=request,
         config=config,
         process=process,
         datasets=datasets,
         shape=shape,
-        task=Gpt(
-            loader,
-            seed=config.train.seed,
-            micro_batch_size=config.train.micro_batch_size,
-            device=device,
-            reset_after=datasets[0].eod_id if config.data.reset_documents else None,
-        ),
-        optimiser=build_optimiser(model, config.optimizer),
-        replicated=apply(model, process, config, compilation),
+        task=task,
+        model=model,
+        optimiser=build_optimiser(model.named_weights(), config.optimizer),
         compilation=compilation,
         precision=precision,
         validation=_eval_set(config, datasets, "validation"),
@@ -110,14 +118,14 @@ def _with_vocabulary(config: Config, vocab_size: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
 
 
-def _make_loader(config: Config, datasets: list[Dataset], process: Process) -> Loader:
+def _make_loader(config: Config, datasets: list[Dataset], mesh: Mesh) -> Loader:
     return Loader(
         Windows(_splits(datasets, "train"), config.train.seq_len),
         weights=config.data.weights,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
-        rank=process.rank,
-        world_size=process.world_size,
+        rank=mesh.dp_rank,
+        world_size=mesh.layout.dp,
     )
 
 

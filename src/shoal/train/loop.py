@@ -28,7 +28,6 @@ def train(job: Job) -> bool:
         loss = forward_backward(job, batch)
         grad_norm = clip(job)
         applied = update(job, step, loss, grad_norm)
-        job.replicated.sync.after_step(step)
         job.metrics.record(
             step,
             loss=loss,

@@ -22,7 +22,7 @@ from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
-_SHORT = ("data", "fwd", "bwd", "comm", "opt")  # PHASES on the console
+_SHORT = ("data", "fwd", "bwd", "bubble", "comm", "opt")  # PHASES on the console
 
 
 class Metrics:
@@ -116,6 +116,7 @@ class Metrics:
         split = " ".join(
             f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
             for name, short in zip(PHASES, _SHORT, strict=True)
+            if name != "bubble" or line["bubble_ms"]
         )
         fp16 = f" | loss scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
         left_out = f" | {line['skipped']} steps skipped" if line["skipped"] else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config.sections import Optimizer
+from shoal.errors import ShoalError
+from shoal.gradsync.after_backward import local_gradient
 
 
 class Optimiser:
@@ -40,13 +42,12 @@ class Optimiser:
             part.zero_grad(set_to_none=True)
 
 
-def build_optimiser(model: nn.Module, config: Optimizer) -> Optimiser:
+def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimiser:
     """Make the optimiser of the configuration; matrices and embeddings decay, biases and norms do not.
 
     Muon (K. Jordan and others, 2024; torch's own) takes the matrices of the blocks, at AdamW's step size
     (Moonshot's rule: 0.2 sqrt(max(rows, columns))); embeddings, head, biases and norms stay with AdamW.
     """
-    named = dict(model.named_parameters())
     matrices = {name for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
     muon = matrices if config.name == "muon" else set()
     rest = [p for name, p in named.items() if name not in muon]
@@ -73,27 +74,39 @@ def build_optimiser(model: nn.Module, config: Optimizer) -> Optimiser:
     return Optimiser(parts)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, scale: float = 1.0) -> float:
+class Model(Protocol):
+    """What clipping asks of a model in any layout."""
+
+    def named_weights(self) -> dict[str, nn.Parameter]: ...
+
+    @property
+    def gradient_norm(self) -> Callable[[], float]: ...
+
+
+def clip_gradients(model: Model, limit: float, scale: float = 1.0) -> float:
     """Divide gradients by `scale`, then clip to a global norm of at most `limit` (0: leave them).
 
-    Returns the norm between the two; where it is not finite, the gradients are of no use.
+    Returns the norm between the two; where it is not finite, the gradients are of no use. ShoalError if a
+    parameter has no gradient: some layouts of torch lose them without a word.
     """
-    parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    assert len(gradients) == len(parameters), (
-        f"{len(parameters) - len(gradients)} of {len(parameters)} parameters have no gradient"
-    )
+    weights = model.named_weights()
+    lost = sorted(name for name, weight in weights.items() if weight.grad is None)
+    if lost:
+        raise ShoalError(
+            f"{len(lost)} of {len(weights)} parameters got no gradient, {lost[0]} the first of them",
+            hint="this layout loses gradients with this version of torch; use another one and report it",
+        )
+    gradients = [local_gradient(weight) for weight in weights.values()]
     if scale != 1.0:
         torch._foreach_div_(gradients, scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return float(norm)
+    norm = model.gradient_norm()
+    if limit and not norm <= limit:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+    return norm
 
 
-def optimiser_tensors(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+def optimiser_tensors(named: dict[str, nn.Parameter], optimiser: Optimiser) -> dict[str, Tensor]:
     """Return the optimiser's state as {parameter name.key: tensor}, making it where it is not yet there."""
-    named = dict(model.named_parameters())
     if not any(optimiser.state_of(p) for p in named.values()):
         _make_state(list(named.values()), optimiser)
     return {

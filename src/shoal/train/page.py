@@ -6,6 +6,7 @@ from shoal.config import rules
 from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.models.counts import count_parameters
+from shoal.parallel.tensor import local
 from shoal.runtime.log import log
 from shoal.train.job import Job
 from shoal.train.schedule import horizon, warmup_steps
@@ -27,13 +28,13 @@ def print_page(job: Job) -> None:
 
 
 def _machine(job: Job) -> list[tuple[str, str]]:
-    process = job.process
-    accumulation = rules.grad_accum_steps(job.config, process.world_size)
+    process, layout = job.process, job.model.mesh.layout
+    accumulation = rules.grad_accum_steps(job.config, layout.dp)
     return [
         ("run", str(job.run_dir)),
         (
             "layout",
-            f"dp{process.world_size}: {process.world_size} process(es), {accumulation} micro-step(s) of "
+            f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
             f"{job.config.train.micro_batch_size} sequence(s) each",
         ),
         ("device", f"{process.device.name}, {job.precision.name}"),
@@ -43,9 +44,10 @@ def _machine(job: Job) -> list[tuple[str, str]]:
 
 def _model(job: Job) -> list[tuple[str, str]]:
     shape, counts = job.shape, count_parameters(job.shape)
+    own = sum(local(weight).numel() for weight in job.model.named_weights().values())
     return [
         ("model", f"{shape.style}: {shape.n_layers} layers x {shape.d_model} wide x {shape.n_heads} heads"),
-        ("parameters", f"{counts.total:,} in all, {counts.total:,} per rank"),
+        ("parameters", f"{counts.total:,} in all, {own:,} on rank 0"),
         (
             "vocabulary",
             f"{shape.vocab_size:,}, padded to {shape.padded_vocab_size:,}; "

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import rules
+from shoal.config.layout import resolve_layout
+from shoal.config.layout_rules import check_layout
 from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
@@ -54,10 +56,11 @@ class Request:
 
     def check(self, world_size: int) -> list[Dataset]:
         """Refuse what cannot work before any process starts; return the datasets."""
-        rules.check(self.config, world_size)
+        layout = resolve_layout(self.config.parallel, world_size)
+        rules.check(self.config, layout.dp)
         require_sinks(self.config.train.sinks)
         datasets = self.open_datasets()
-        resolve_shape(self.config.model, datasets[0].vocab_size)
+        check_layout(self.config, layout, resolve_shape(self.config.model, datasets[0].vocab_size))
         if self.init is not None and not self.init.exists():
             raise InputError(
                 f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint, step_of
-from shoal.checkpoint.tensors import model_tensors
+from shoal.checkpoint.manifest import WEIGHTS, read_state, read_text, resolve_checkpoint, step_of
 from shoal.config.load import to_toml
 from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.runtime.log import log
@@ -87,7 +86,9 @@ def save(job: Job, step: int) -> None:
     tokenizer = job.datasets[0].tokenizer_path
     if tokenizer is not None and job.process.rank == 0:
         files[tokenizer.name] = tokenizer.read_bytes()
-    job.metrics.record_save(step, job.checkpoints.save(step, _tensors(job), _state(job, step), files))
+    job.metrics.record_save(
+        step, job.checkpoints.save(step, _tensors(job, saving=True), _state(job, step), files)
+    )
     job.saved_step = step
 
 
@@ -97,11 +98,20 @@ def save_is_due(job: Job, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _tensors(job: Job) -> dict[str, Tensor]:
-    """Name every tensor of the job: model.<parameter> and optimizer.<parameter>.<key>."""
-    model = job.replicated.bare
-    moments = optimiser_tensors(model, job.optimiser)
-    return {**model_tensors(model), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
+def _tensors(job: Job, *, saving: bool = False) -> dict[str, Tensor]:
+    """Name every tensor of the job: model.<parameter> and optimizer.<parameter>.<key>.
+
+    What the first pipeline part has, too, is loaded by both and saved by that one.
+    """
+    weights = job.model.named_weights()
+    moments = optimiser_tensors(weights, job.optimiser)
+    tensors = {**_weights(weights), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
+    skipped = tuple(f"{kind}.{name}" for kind in ("model", "optimizer") for name in job.model.elsewhere)
+    return {name: t for name, t in tensors.items() if not (saving and name.startswith(skipped))}
+
+
+def _weights(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"{WEIGHTS}.{name}": weight for name, weight in named.items()}
 
 
 def _state(job: Job, step: int) -> dict[str, Any]:
@@ -115,6 +125,7 @@ def _state(job: Job, step: int) -> dict[str, Any]:
         "padded_vocab_size": job.shape.padded_vocab_size,
         "eod_id": job.datasets[0].eod_id,
         "world_size": job.process.world_size,
+        "layout": str(job.model.mesh.layout),
         "guard": job.guard.state(),
         "scaler": job.precision.scaler.state(),
         "skipped": job.skipped,
@@ -133,7 +144,7 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
             f"the data has {ours[0]}, end of document {ours[1]}",
             hint=f"prepare the data with --tokenizer {checkpoint / 'tokenizer.json'}",
         )
-    tensors = _tensors(job) if job.request.init_optimizer else model_tensors(job.replicated.bare)
+    tensors = _tensors(job) if job.request.init_optimizer else _weights(job.model.named_weights())
     job.checkpoints.load(checkpoint, tensors)
     parent = {
         "checkpoint": str(checkpoint.resolve()),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from shoal.errors import ShoalError
 from shoal.tasks.gpt import HostBatch
 from shoal.train.job import Job
@@ -20,26 +18,22 @@ def forward_backward(job: Job, batch: HostBatch) -> float:
     Collective over the world.
     """
     job.optimiser.zero_grad()
-    total = torch.zeros((), device=job.process.device.torch_device)
     with job.clock.phase("data"):
         micro_batches = job.task.micro_batches(batch)
-    for number, micro in enumerate(micro_batches, start=1):
-        with job.replicated.micro_step(last=number == len(micro_batches)):
-            with job.clock.phase("forward"), job.precision.autocast():
-                loss_sum = job.task.loss(job.replicated.forward, micro)
-            with job.clock.phase("backward"):
-                (loss_sum * (job.precision.scaler.scale / batch.global_tokens)).backward()
-        total += loss_sum.detach()
+    total = job.model.forward_backward(micro_batches, job.precision.scaler.scale / batch.global_tokens)
     with job.clock.phase("communication"):
-        job.replicated.sync.wait()
-        return job.process.sum(total.item())[0] / batch.global_tokens
+        job.model.finish_gradients()
+        known = total.item() if job.model.mesh.speaks_for_its_tokens else 0.0
+        return job.process.sum(known)[0] / batch.global_tokens
 
 
 def clip(job: Job) -> float:
-    """Take the loss scale out and clip to the global norm allowed; return the norm before clipping."""
+    """Take the loss scale out and clip to the global norm allowed; return the norm before clipping.
+
+    Collective over the world, if the model is cut.
+    """
     with job.clock.phase("optimiser"):
-        parameters = job.replicated.bare.parameters()
-        return clip_gradients(parameters, job.config.optimizer.clip, job.precision.scaler.scale)
+        return clip_gradients(job.model, job.config.optimizer.clip, job.precision.scaler.scale)
 
 
 def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:

@@ -1,0 +1,180 @@
+"""Which settings go together under a layout: one row a rule, each with its reason and what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from shoal.config.layout import Layout
+from shoal.config.rules import grad_accum_steps
+from shoal.config.sections import Config
+from shoal.errors import ConfigError
+
+
+class Shape(Protocol):
+    """What the rules ask of a resolved model."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def d_ff(self) -> int: ...
+    @property
+    def padded_vocab_size(self) -> int: ...
+
+
+Problem = tuple[str, str]  # what is wrong, with the values; what to choose
+Rule = Callable[[Config, Layout, Shape], Iterator[Problem]]
+
+
+def check_layout(config: Config, layout: Layout, shape: Shape) -> None:
+    """Raise a ConfigError for the first rule that a layout breaks."""
+    for rule in RULES:
+        for message, hint in rule(config, layout, shape):
+            raise ConfigError(message, hint=hint)
+
+
+def cut_evenly(count: int, parts: int) -> list[int]:
+    """Share `count` layers out over parts, the first ones larger: the last one also holds the head."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def layers_of_parts(config: Config, layout: Layout, n_layers: int) -> list[range]:
+    """Return the layers of each pipeline part, in order."""
+    sizes = list(config.parallel.split) or cut_evenly(n_layers, layout.parts)
+    ends = [sum(sizes[: part + 1]) for part in range(len(sizes))]
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _tensor_cut(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    sizes = {
+        "model.n_heads": (shape.n_heads, "attention is cut by heads"),
+        "model.n_kv_heads": (shape.n_kv_heads, "key and value heads are cut with their queries"),
+        "model.d_ff": (shape.d_ff, "the MLP is cut by its width"),
+        "the padded vocabulary": (shape.padded_vocab_size, "embedding and head are cut by ids"),
+    }
+    fits = [n for n in range(1, shape.n_heads + 1) if not any(size % n for size, _ in sizes.values())]
+    for name, (size, reason) in sizes.items():
+        if size % layout.tp:
+            yield (
+                f"{name} = {size} is not divisible by parallel.tp = {layout.tp}: {reason}",
+                f"use parallel.tp = {', '.join(map(str, fits))}",
+            )
+
+
+def _sequence(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    if not layout.sequence:
+        return
+    if layout.tp == 1:
+        yield (
+            "parallel.sequence = true with parallel.tp = 1: there is nobody to share the sequence with",
+            "set parallel.tp to 2 or more, or parallel.sequence = false",
+        )
+    for name, length in (("train.seq_len", config.train.seq_len), ("eval.seq_len", config.eval.seq_len)):
+        if length % layout.tp:
+            yield (
+                f"{name} = {length} is not divisible by parallel.tp = {layout.tp}: parallel.sequence cuts "
+                "each sequence into that many parts",
+                f"use {name} = {length // layout.tp * layout.tp or layout.tp}, or parallel.sequence = false",
+            )
+
+
+def _stages(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    split, parts = config.parallel.split, layout.parts
+    if split and (len(split) != parts or sum(split) != shape.n_layers):
+        even = ", ".join(map(str, cut_evenly(shape.n_layers, parts)))
+        yield (
+            f"parallel.split = {list(split)} names {len(split)} part(s) with {sum(split)} layers; "
+            f"parallel.pp = {layout.pp} with schedule {layout.schedule} needs {parts} part(s) with "
+            f"model.n_layers = {shape.n_layers}",
+            f"use parallel.split = [{even}], or leave it out",
+        )
+    if 0 in split or parts > shape.n_layers:
+        yield (
+            f"model.n_layers = {shape.n_layers} over {parts} pipeline parts leaves a part without a layer",
+            f"use parallel.pp = {max(1, shape.n_layers * layout.pp // parts)} or less, and at least one "
+            "layer a part",
+        )
+
+
+def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    count = grad_accum_steps(config, layout.dp)
+    unit = layout.pp
+    if layout.pp == 1:
+        return
+    if layout.schedule == "1f1b" and count < unit:
+        problem = f"schedule 1f1b fills {unit} stages with {count} micro-batch(es)"
+    elif layout.schedule in ("interleaved", "zero_bubble") and count % unit:
+        problem = f"schedule {layout.schedule} takes micro-batches in rounds of {unit}, and there are {count}"
+    else:
+        return
+    fitting = config.train.global_batch_size // (layout.dp * unit)
+    sizes = [n for n in range(1, fitting + 1) if fitting % n == 0]
+    hint = (
+        f"use train.micro_batch_size = {', '.join(map(str, sizes))}"
+        if sizes
+        else "use a larger global_batch_size"
+    )
+    yield (
+        f"parallel.pp = {layout.pp}: {problem} (train.global_batch_size = {config.train.global_batch_size}, "
+        f"micro_batch_size = {config.train.micro_batch_size}, {layout.dp} data-parallel process(es))",
+        hint + ", or parallel.schedule = gpipe",
+    )
+
+
+def _zero_bubble(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return
+    if layout.zero:
+        yield (
+            f"parallel.schedule = zero_bubble with parallel.zero = {layout.zero}: torch's split backward "
+            "does not run the hooks by which sharded gradients are kept, and they would be lost",
+            "use parallel.schedule = 1f1b or interleaved, or parallel.zero = 0",
+        )
+    if config.train.recompute != "none":
+        yield (
+            f"parallel.schedule = zero_bubble with train.recompute = {config.train.recompute}: each of the "
+            "two halves of a backward pass would compute everything again",
+            "use parallel.schedule = 1f1b, or train.recompute = none",
+        )
+
+
+def _optimisers(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    if config.optimizer.name == "muon" and (layout.tp > 1 or layout.zero):
+        yield (
+            f"optimizer.name = muon under {layout}: its update needs whole matrices, and here each process "
+            "has a part of them",
+            "use optimizer.name = adamw, or only dp and pp",
+        )
+
+
+def _offload(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    if config.parallel.offload and not layout.zero:
+        yield (
+            "parallel.offload = true with parallel.zero = 0: only sharded state is kept in host memory",
+            "set parallel.zero = 1, 2 or 3",
+        )
+
+
+def _compile(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    if config.train.compile == "on" and layout.pp > 1:
+        yield (
+            f"train.compile = on with parallel.pp = {layout.pp}: with torch 2.13, a pipeline's schedules cut "
+            "each backward pass in ways that were not tried with compiled blocks",
+            "use train.compile = off (or auto)",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _tensor_cut,
+    _sequence,
+    _stages,
+    _micro_batches,
+    _zero_bubble,
+    _optimisers,
+    _offload,
+    _compile,
+)

@@ -1,0 +1,101 @@
+"""Every layout gives the losses, norms and weights of one process."""
+
+import numpy as np
+import pytest
+
+from shoal.config.layout import parse_layout, settings_of
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training, tiny_config
+
+# What each of the two decoder styles, dropout and recompute is tried with differs from layout to layout, so
+# that every pair of features meets somewhere; `make proof` has the whole matrix.
+PLAIN = {"n_layers": 4, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0}
+LLAMA = PLAIN | {"style": "llama", "n_kv_heads": 2}
+MODELS = {
+    "gpt2": PLAIN,
+    "gpt2-dropout": PLAIN | {"dropout": 0.1, "attention_dropout": 0.1},
+    "llama": LLAMA,
+    "llama-dropout": LLAMA | {"dropout": 0.1, "attention_dropout": 0.1},
+}
+CASES = [
+    ("zero1x2", "gpt2-dropout", "none"),
+    ("zero2x2", "llama", "full"),
+    ("zero3x2", "gpt2", "full"),
+    ("tp2", "gpt2-dropout", "full"),
+    ("tp2", "llama", "selective"),
+    ("tp2+sp", "gpt2-dropout", "full"),
+    ("tp2+sp", "llama-dropout", "none"),
+    ("tp4", "gpt2", "none"),
+    ("pp2", "gpt2-dropout", "none"),
+    ("pp2+gpipe", "llama-dropout", "full"),
+    ("pp2+interleaved", "gpt2-dropout", "full"),
+    ("pp2+zero_bubble", "gpt2-dropout", "none"),
+    ("pp2+zero_bubble", "llama", "none"),
+    ("pp4", "gpt2", "none"),
+    ("dp2*zero2x2", "llama-dropout", "none"),
+    ("dp2*tp2", "gpt2-dropout", "none"),
+    ("zero3x2*tp2+sp", "llama-dropout", "full"),
+    ("zero1x2*tp2", "gpt2", "none"),
+    ("pp2*dp2", "gpt2-dropout", "none"),
+    ("pp2*tp2+sp", "llama", "full"),
+    ("pp2*zero2x2", "gpt2", "none"),
+    ("pp2+interleaved*zero3x2", "llama", "none"),
+]
+
+
+def values_of(data, layout, model, recompute="none", **sections):
+    """Return a configuration; a learning rate at which five steps do not multiply rounding errors."""
+    train = {"micro_batch_size": 2, "recompute": recompute, "steps": 5}
+    sections = {"eval": {"every": 5, "sequences": 7}, **sections}
+    return tiny_config(
+        data,
+        model=MODELS[model],
+        train=train | sections.pop("train", {}),
+        parallel=settings_of(layout),
+        optimizer={"lr": 1e-3},
+        schedule={"min_lr": 1e-4},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+@pytest.fixture(scope="module")
+def references(pool, data, tmp_path_factory):
+    """Return a function that trains a model in one process, once."""
+    known = {}
+
+    def run(model):
+        if model not in known:
+            values = values_of(data, parse_layout("1"), model)
+            known[model] = pool.run(run_training, 1, tmp_path_factory.mktemp("run"), values)[0]
+        return known[model]
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "model", "recompute"), CASES)
+def test_a_layout_trains_as_one_process_does(pool, data, references, tmp_path, words, model, recompute):
+    layout = parse_layout(words)
+    ranks = pool.run(run_training, layout.world_size, tmp_path, values_of(data, layout, model, recompute))
+    check(ranks, references(model))
+
+
+def check(ranks, reference):
+    got = ranks[0]
+    assert got["steps"] == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(got["losses"], reference["losses"], rtol=2e-6)
+    np.testing.assert_allclose(got["norms"], reference["norms"], rtol=2e-6)
+    validation = [
+        [line["validation_loss"] for line in run["lines"] if "validation_loss" in line]
+        for run in (got, reference)
+    ]
+    np.testing.assert_allclose(*validation, rtol=2e-6)
+    weights = {name: weight for rank in ranks for name, weight in rank["weights"].items()}
+    assert weights.keys() == reference["weights"].keys()
+    for name, weight in weights.items():
+        assert weight.shape == reference["weights"][name].shape
+        assert np.isfinite(weight).all()
