@@ -21,6 +21,9 @@ def train(
     run_dir: Path | None = None,
     nproc: int = 1,
     max_restarts: int | None = None,
+    nnodes: int = 1,
+    rdzv: str | None = None,
+    node_rank: int | None = None,
     init: Path | None = None,
     init_optimizer: bool = False,
     max_time: float | None = None,
@@ -29,8 +32,8 @@ def train(
 ) -> int:
     """Train a GPT from a configuration; run the same command again to resume.
 
-    The same command serves one process and many: start it alone, with --nproc, under torchrun or
-    in a Slurm job.
+    The same command serves one process and many: start it alone, with --nproc, on several hosts with --nnodes
+    and --rdzv, under torchrun or in a Slurm job.
     Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.
 
     Example: shoal train tiny --data datasets/my-text --run-dir runs/first --nproc 2 --train.steps 500
@@ -47,7 +50,13 @@ def train(
         Worker processes on this machine, each with its own device or share of the cores.
     max_restarts
         How often to start again from the last committed checkpoint after a rank has failed. Default: 3 with
-        --nproc above 1.
+        --nproc or --nnodes above 1.
+    nnodes
+        Hosts that train together; run the same command on each of them.
+    rdzv
+        HOST:PORT at which the hosts meet: an address of the first one, with a port that is free there.
+    node_rank
+        Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
     init
         Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
     init_optimizer
@@ -62,7 +71,11 @@ def train(
     from shoal.runtime.allocator import keep_memory
 
     keep_memory()
+    from shoal.runtime.log import quieten_libraries
+
+    quieten_libraries()  # before torch is imported, which looks at the level of its own log then
     from shoal.runtime.launch import launched_by_us
+    from shoal.runtime.network import several_hosts
     from shoal.runtime.process import read_seat
     from shoal.train.request import Request
 
@@ -73,43 +86,65 @@ def train(
         run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer)
     if read_seat() is not None:  # a worker: of our launcher, torchrun or srun
-        if nproc != 1 and not launched_by_us():
+        if (nproc, nnodes) != (1, 1) and not launched_by_us():
+            given = f"--nproc {nproc}" if nproc != 1 else f"--nnodes {nnodes}"
             raise InputError(
-                f"--nproc {nproc}: torchrun or srun has started the ranks already", hint="leave --nproc out"
+                f"{given}: torchrun or srun has started the ranks already",
+                hint="leave --nproc, --nnodes and --rdzv out",
             )
         from shoal.train.worker import run as run_worker
 
         return run_worker(request)
-    return _start(request, nproc, max_restarts)
+    return _start(request, nproc, max_restarts, several_hosts(nnodes, rdzv, node_rank))
 
 
-def _start(request: Any, nproc: int, max_restarts: int | None) -> int:
+def _start(request: Any, nproc: int, max_restarts: int | None, place: tuple[Any, ...]) -> int:
     """Check what can be checked in one process, then train here or launch workers."""
     from shoal.runtime.files import alone_in
 
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
-    request.check(nproc)
-    with alone_in(request.run_dir):
-        return _train(request, nproc, max_restarts)
+    if not place:
+        request.check(nproc)
+        with alone_in(request.run_dir):
+            return _train(request, nproc, max_restarts)
+    from shoal.runtime.log import log, to_screen
+    from shoal.runtime.rendezvous import Place, Rendezvous
+
+    to_screen()
+    hosts = Rendezvous(Place(*place), nproc, request.config.runtime.timeout_s)
+    try:
+        log.info(hosts.describe())
+        request.check(hosts.world_size)
+        # Node 0 holds the folder; where it is shared, the others would find it held.
+        folder = request.run_dir / f"ranks/node-{hosts.node}" if hosts.node else request.run_dir
+        with alone_in(folder):
+            return _launch(request, nproc, max_restarts, hosts)
+    finally:
+        hosts.shutdown()
 
 
 def _train(request: Any, nproc: int, max_restarts: int | None) -> int:
-    from shoal.runtime.log import log, to_screen
+    from shoal.runtime.log import to_screen
 
     if nproc == 1 and max_restarts is None:
         from shoal.train.worker import run as run_worker
 
         return run_worker(request)
+    to_screen()
+    return _launch(request, nproc, max_restarts)
+
+
+def _launch(request: Any, nproc: int, max_restarts: int | None, hosts: Any = None) -> int:
     from shoal.runtime.device import logical_cores
     from shoal.runtime.launch import launch
+    from shoal.runtime.log import log
 
-    to_screen()
     if nproc > logical_cores():
         log.warning(
             f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
         )
-    return launch(sys.argv[1:], nproc, request.run_dir, 3 if max_restarts is None else max_restarts)
+    return launch(sys.argv[1:], nproc, request.run_dir, 3 if max_restarts is None else max_restarts, hosts)
 
 
 def _given(

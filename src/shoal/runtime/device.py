@@ -52,6 +52,24 @@ def select_device(setting: str, local_rank: int, local_world_size: int) -> Devic
     return Device(device, "cpu:gloo,cuda:nccl", torch.cuda.get_device_name(device))
 
 
+def choose_backend(setting: str, device: Device) -> str:
+    """Return what init_process_group is to use for `runtime.backend`; agreements travel over gloo anyway."""
+    if setting == "auto":
+        return device.backend
+    if setting == "nccl" and not device.is_cuda:
+        raise ConfigError(
+            "runtime.backend = nccl, but the ranks compute on CPUs, which NCCL does not join",
+            hint="use runtime.backend = auto (or gloo)",
+        )
+    if setting == "mpi" and not torch.distributed.is_mpi_available():
+        raise ConfigError(
+            "runtime.backend = mpi, but this torch was built without MPI",
+            hint="use runtime.backend = auto (NCCL on GPUs, gloo on CPUs), or a torch built with MPI",
+        )
+    cpu = "gloo" if setting == "nccl" else setting
+    return f"cpu:{cpu},cuda:{setting}" if device.is_cuda else f"cpu:{cpu}"
+
+
 def bf16_is_native(device: torch.device) -> bool:
     """Say whether bf16 matrix products run in hardware: GPUs from Ampere on, CPUs with AVX512-BF16 or AMX."""
     if device.type == "cuda":

@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
-import uuid
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shoal.errors import EXIT_DONE, EXIT_STOPPED
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries
+from shoal.runtime.rendezvous import Place, Rendezvous
 from shoal.runtime.stop import SIGNALS, STARTED, stop_marker, stopped_marker
 
 _LAUNCHED = "SHOAL_LAUNCHED"
@@ -40,24 +36,30 @@ def launcher_pid() -> int | None:
     return int(pid) if pid else None
 
 
-def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -> int:
-    """Run `python -m shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status."""
+def launch(
+    arguments: list[str], nproc: int, run_dir: Path, max_restarts: int, rendezvous: Rendezvous | None = None
+) -> int:
+    """Run `python -m shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status.
+
+    `rendezvous` joins them to the workers of other hosts, whose launchers meet there too.
+    """
     quieten_libraries()
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
     os.environ[_LAUNCHED] = str(os.getpid())  # inherited by the workers
     os.environ[STARTED] = str(time.time())
+    rendezvous = rendezvous or Rendezvous(Place(), nproc, timeout_s=0)
     spec = WorkerSpec(
         role="train",
         local_world_size=nproc,
-        rdzv_handler=_LoopbackRendezvous(),
+        rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         args=("-m", "shoal", *arguments),
         max_restarts=max_restarts,
         monitor_interval=_MONITOR_S,
     )
-    agent = _Agent(spec, run_dir)
+    agent = _Agent(spec, run_dir, rendezvous)
     agent.listen()
     # The agent would otherwise install handlers that end the workers without a save.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -70,12 +72,13 @@ def launch(arguments: list[str], nproc: int, run_dir: Path, max_restarts: int) -
 class _Agent(LocalElasticAgent):
     """torch's agent, which also tells the user of failures and passes stop requests on.
 
-    The four overridden or read underscore names are the extension points of SimpleElasticAgent, as seen on
+    The overridden or read underscore names are the extension points of SimpleElasticAgent, as seen on
     torch 2.11 to 2.13.
     """
 
-    def __init__(self, spec: WorkerSpec, run_dir: Path) -> None:
+    def __init__(self, spec: WorkerSpec, run_dir: Path, rendezvous: Rendezvous) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs())
+        self._rendezvous_of_hosts = rendezvous
         self._run_dir = run_dir
         self._pids: dict[int, int] = {}
         self._last_failure: Failure | None = None
@@ -103,16 +106,24 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self._rendezvous_of_hosts.disturbed():
+            result = RunResult(WorkerState.FAILED)  # of another host; the workers here end with it
         if result.is_failed():
             self._on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
         return result
 
+    def _exit_barrier(self) -> None:
+        self._rendezvous_of_hosts.finish()
+
     def _on_failure(self, exit_codes: dict[int, int]) -> None:
         restarts = self._worker_group.spec.max_restarts - self._remaining_restarts
-        failure = first_cause(self._run_dir, restarts, exit_codes)
+        here = first_cause(self._run_dir, restarts, exit_codes) if exit_codes else None
+        failure = self._rendezvous_of_hosts.agree_on_cause(here)
         self._last_failure = failure
         if failure.fatal or stop_marker(self._run_dir).exists():
             self._remaining_restarts = 0
+        if failure.rank < 0:  # a host is lost: workers that wait for it in C++ hear no SIGTERM
+            self._signal_workers(signal.SIGKILL)
         if self._remaining_restarts:
             log.info(f"\n{failure}")
             log.info(
@@ -135,47 +146,3 @@ class _Agent(LocalElasticAgent):
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-class _LoopbackRendezvous(RendezvousHandler):
-    """A meeting place for one host: a store that listens on the loopback interface only."""
-
-    def __init__(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._port = listener.getsockname()[1]
-        self._run_id = uuid.uuid4().hex
-        self._store = dist.TCPStore(
-            "127.0.0.1",
-            self._port,
-            is_master=True,
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store would listen on every interface
-        )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        # The agent's own keys need a fresh prefix each round; workers prefix theirs by attempt.
-        store = dist.PrefixStore(f"agent{time.monotonic_ns()}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True

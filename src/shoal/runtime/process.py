@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,8 @@ import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.errors import InputError
-from shoal.runtime.device import Device, choose_threads, select_device
+from shoal.runtime.device import Device, choose_backend, choose_threads, select_device
+from shoal.runtime.network import choose_interface, resolve
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Seat:
     local_rank: int = 0
     local_world_size: int = 1
     attempt: int = 0  # restarts so far
+
+    @property
+    def is_on_several_hosts(self) -> bool:
+        """Say whether some ranks are on another host."""
+        return self.local_world_size < self.world_size
 
 
 def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
@@ -102,7 +107,7 @@ def join(runtime: Runtime) -> Process:
     device = select_device(runtime.device, seat.local_rank, seat.local_world_size)
     timeout = timedelta(seconds=runtime.timeout_s)
     dist.init_process_group(
-        device.backend,
+        choose_backend(runtime.backend, device),
         store=_open_store(seat, timeout),
         rank=seat.rank,
         world_size=seat.world_size,
@@ -134,9 +139,7 @@ def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
     if seat.world_size == 1:
         return dist.HashStore()
     address, port = _master_address()
-    if address in ("localhost", "127.0.0.1", "::1"):
-        loopback = "lo0" if platform.system() == "Darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    choose_interface(resolve(address, port), across_hosts=seat.is_on_several_hosts)
     agent_owns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = seat.rank == 0 and not agent_owns_store
     try:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
+import socket
 import sys
 import traceback
 
+import torch.distributed as dist
+
 from shoal.config.load import to_toml
-from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ShoalError
+from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, ShoalError
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
 from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
+from shoal.runtime.network import differing
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.train.job import build_job
 from shoal.train.loop import train
@@ -42,6 +48,8 @@ def run(request: Request) -> int:
 
 def _train(request: Request) -> bool:
     process = processes.join(request.config.runtime)
+    if process.seat.is_on_several_hosts:
+        _compare_hosts(request, process)
     stop = Stop(process, request.run_dir, request.config.runtime, launched=launched_by_us())
     stop.listen()
     job = build_job(request, process, stop)
@@ -51,10 +59,28 @@ def _train(request: Request) -> bool:
         if process.seat.attempt == 0:
             print_page(job)
     done = train(job)
-    if not done and process.rank == 0:
+    if not done and process.seat.local_rank == 0:  # each host has a launcher that looks for it
         stopped_marker(request.run_dir).touch()
     processes.leave()
     return done
+
+
+def _compare_hosts(request: Request, process: processes.Process) -> None:
+    """Refuse to train where hosts differ in versions, settings or data. Collective over the world."""
+    facts = {name: importlib.metadata.version(name) for name in ("shoal", "torch")}
+    facts["python"] = platform.python_version()
+    facts |= {f"dataset {number}": data.fingerprint for number, data in enumerate(request.open_datasets())}
+    for section, settings in request.config:
+        if section != "runtime":
+            facts |= {f"{section}.{name}": str(value) for name, value in settings if name != "datasets"}
+    here = (f"{socket.gethostname()} (rank {process.rank})", facts) if process.seat.local_rank == 0 else None
+    told: list[tuple[str, dict[str, str]] | None] = [None] * process.world_size
+    dist.all_gather_object(told, here, group=process.control)
+    if problems := differing(dict(filter(None, told))):
+        raise InputError(
+            f"the hosts are not alike: {'; '.join(problems)}",
+            hint="give every host the same command, installation and data",
+        )
 
 
 def _leave_at_once(error: BaseException, *, quiet: bool) -> None:

@@ -1,0 +1,317 @@
+"""Where the launchers of a job meet: a store that node 0 hosts, and a board in it for each node.
+
+A node writes its own board and reads all others, a few times a second, in a thread of its own: who is there,
+which attempt it is ready for, how its workers failed, whether it has left. A board that no longer changes is
+a host that is lost. The launcher itself reads copies only, so a dead link cannot hold it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from shoal.errors import InputError, ShoalError
+from shoal.runtime import network
+from shoal.runtime.failure import Failure
+from shoal.runtime.log import log
+
+LOST_S = 15.0  # silence after which a host counts as lost
+_BEAT_S = 0.25
+_STORE_S = 60.0
+_LEAVE_S = 5.0  # how long node 0 keeps the store for nodes that have not read everything yet
+_RUN_AGAIN = "when it is back, run the same command on every host: training goes on from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where hosts meet (`--nnodes`, `--rdzv`, `--node-rank`); the default is this host alone, on loopback."""
+
+    nnodes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    node: int | None = None  # None: node 0 is the host that owns the address, the others come as they come
+
+
+class Rendezvous(RendezvousHandler):
+    """The meeting of all launchers, for torch's agent and for our own. Every attempt meets anew."""
+
+    def __init__(self, place: Place, nproc: int, timeout_s: float) -> None:
+        """Host or reach the store, and wait until all nodes are there."""
+        self.nnodes, self._timeout_s = place.nnodes, timeout_s
+        self._address = network.resolve(place.host, place.port)
+        if place.nnodes > 1:
+            network.refuse_loopback(self._address, f"--rdzv {place.host}:{place.port}")
+        hosting = place.node == 0 or (place.node is None and network.is_own(self._address))
+        self._store = self._host(place) if hosting else self._reach(place)
+        self._port = self._store.port
+        self.node = 0 if hosting else self._take_number(place)
+        self._attempt = -1
+        self._run_id = uuid.uuid4().hex
+        self._own: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "nproc": nproc,
+            "nnodes": place.nnodes,
+            "ready": -1,
+        }
+        self._boards: dict[int, dict[str, Any]] = {}
+        self._heard: dict[int, float] = {}
+        self._reached = time.monotonic()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        if place.nnodes > 1:
+            self._thread.start()
+            log.info(f"waiting for {place.nnodes - 1} other host(s) at {self._address}:{self._port}")
+            try:
+                self._wait("to the first meeting", lambda board: True)
+                self._refuse_other_plan()
+            except BaseException:
+                self.shutdown()
+                raise
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of all hosts together."""
+        return sum(self._board(node)["nproc"] for node in range(self.nnodes))
+
+    def describe(self) -> str:
+        """Say who meets, for the first line on the screen."""
+        first = sum(self._board(node)["nproc"] for node in range(self.node))
+        last = first + self._own["nproc"] - 1
+        return (
+            f"{self.nnodes} hosts meet at {self._address}:{self._port}: {', '.join(self.hosts)}; "
+            f"this is node {self.node}, ranks {first} to {last}"
+            + ("" if self.node == 0 else "; rank 0 tells how it goes, on node 0")
+        )
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each node's host."""
+        return [str(self._board(node)["host"]) for node in range(self.nnodes)]
+
+    @property
+    def address(self) -> str:
+        """The numeric address at which the hosts meet."""
+        return self._address
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Tell the other nodes a JSON value, and return every node's."""
+        self._own[what] = value
+        self._wait(what, lambda board: what in board)
+        return [self._board(node)[what] for node in range(self.nnodes)]
+
+    def disturbed(self) -> bool:
+        """Say whether the workers here must end because of another host."""
+        return bool(self._lost()) or any(self._failure_of(node) for node in self._others())
+
+    def agree_on_cause(self, own: Failure | None) -> Failure:
+        """Tell the others how this attempt failed here, hear them, and return the first cause of all."""
+        if self.nnodes == 1:
+            assert own is not None, "a failure without a cause"
+            return own
+        if own is not None:
+            own = Failure(**{**asdict(own), "sentence": f"host {self._own['host']}: {own.sentence}"})
+        self._own["failure"] = {"attempt": self._attempt, "cause": own and asdict(own)}
+        until = time.monotonic() + 2 * LOST_S
+        while (
+            time.monotonic() < until and not self._lost() and not all(map(self._failure_of, self._others()))
+        ):
+            time.sleep(_BEAT_S / 2)
+        causes = [own] if own else []
+        for node in self._others():
+            if (told := self._failure_of(node)) and told["cause"]:
+                causes.append(Failure(**told["cause"]))
+        causes += [
+            Failure(-1, 0.0, f"{self._lost_sentence(node)}\n  hint: {_RUN_AGAIN}", fatal=True)
+            for node in self._lost()[:1]
+        ]
+        return min(causes, key=lambda cause: (cause.echo, cause.time))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet for the next attempt, with a store prefix of its own. Called by the agent."""
+        self._attempt += 1
+        self._own["ready"] = self._attempt
+        if self.nnodes > 1:
+            self._wait(f"to attempt {self._attempt}", lambda board: board["ready"] >= self._attempt)
+        store = dist.PrefixStore(f"agent{self._attempt}", self._store)
+        return RendezvousInfo(store, self.node, self.nnodes, RendezvousStoreInfo(self._address, self._port))
+
+    def finish(self) -> None:
+        """Wait until the workers of all hosts are done: node 0 must keep the store until then."""
+        self._own["done"] = True
+        if self.nnodes > 1:
+            while not all(self._board(node).get("done") for node in self._others()) and not self.disturbed():
+                time.sleep(_BEAT_S)
+
+    def shutdown(self) -> bool:
+        """Leave; node 0, which hosts the store, as the last one. The thread must not outlive the program."""
+        self._own["left"] = True
+        until = time.monotonic() + _LEAVE_S
+        while self.node == 0 and time.monotonic() < until:
+            lost = {0, *self._lost()}
+            if all(board.get("left") for node, board in self._boards.items() if node not in lost):
+                break
+            time.sleep(_BEAT_S)
+        self._leaving.set()
+        if self._thread.is_alive():
+            self._thread.join(_LEAVE_S)
+        return True
+
+    use_agent_store = True
+
+    def get_backend(self) -> str:
+        return "shoal"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def _host(self, place: Place) -> dist.TCPStore:
+        """Listen on the one given address; left to itself the store would listen on every interface."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        try:
+            listener = socket.create_server((self._address, place.port), family=family)
+        except OSError as error:
+            where = f"{self._address}:{place.port}"
+            if not network.is_own(self._address):
+                raise InputError(
+                    f"node 0 must run on the host of --rdzv, but this host has no address {self._address}",
+                    hint="give another --node-rank here, or another --rdzv",
+                ) from error
+            raise InputError(
+                f"nobody can listen on {where}: {error.strerror}",
+                hint="choose another port, or give each host its own --node-rank",
+            ) from error
+        port = listener.getsockname()[1]
+        wait = timedelta(seconds=_STORE_S)
+        descriptor = listener.detach()
+        return dist.TCPStore(
+            self._address, port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor
+        )
+
+    def _reach(self, place: Place) -> dist.TCPStore:
+        """Connect to node 0's store, which may not be there yet."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                socket.create_connection((self._address, place.port), timeout=5).close()
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise ShoalError(
+                        f"no node 0 at {place.host}:{place.port} within {self._timeout_s:g} s: {error}",
+                        hint="start the same command there, and look for a firewall in between "
+                        "(`shoal doctor --rdzv` on both hosts)",
+                    ) from error
+                time.sleep(_BEAT_S)
+        return self._connect(place.port)
+
+    def _connect(self, port: int) -> dist.TCPStore:
+        return dist.TCPStore(self._address, port, None, False, timedelta(seconds=_STORE_S))
+
+    def _take_number(self, place: Place) -> int:
+        node = place.node if place.node is not None else int(self._store.add("nodes", 1))
+        if node >= place.nnodes or int(self._store.add(f"node{node}", 1)) > 1:
+            raise InputError(
+                f"node {node} of {place.nnodes} is one too many: "
+                + ("the numbers begin at 0" if node >= place.nnodes else "another host has this number"),
+                hint=f"give each of the {place.nnodes} hosts its own --node-rank, or none of them",
+            )
+        return node
+
+    def _refuse_other_plan(self) -> None:
+        if len({self._board(node)["nnodes"] for node in range(self.nnodes)}) > 1:
+            told = [
+                f"{self._board(node)['nnodes']} on {self._board(node)['host']}" for node in range(self.nnodes)
+            ]
+            raise InputError(f"--nnodes differs: {', '.join(told)}", hint="give every host the same command")
+
+    def _beat(self) -> None:
+        """Write the own board and read all, until this node leaves. Runs in a thread."""
+        keys = [f"board{node}" for node in range(self.nnodes)]
+        texts: dict[int, bytes] = {}
+        with contextlib.suppress(RuntimeError):  # the store is gone, and its host with it
+            store = self._connect(self._port)
+            for beat in itertools.count():
+                leaving = self._leaving.is_set()
+                store.set(keys[self.node], json.dumps({**self._own, "beat": beat}))
+                present = [
+                    node for node, key in enumerate(keys) if node in self._boards or store.check([key])
+                ]
+                self._reached = time.monotonic()
+                for node, text in zip(
+                    present, store.multi_get([keys[node] for node in present]), strict=True
+                ):
+                    if text != texts.get(node):
+                        texts[node], self._heard[node] = text, time.monotonic()
+                        self._boards[node] = json.loads(text)
+                if leaving:
+                    return
+                self._leaving.wait(_BEAT_S)
+
+    def _wait(self, what: str, ready: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until every other node has a board that is `ready`; raise where one is gone."""
+        until = time.monotonic() + self._timeout_s
+        while missing := [n for n in self._others() if n not in self._boards or not ready(self._boards[n])]:
+            if lost := self._lost():
+                raise ShoalError(self._lost_sentence(lost[0]), hint=_RUN_AGAIN)
+            for node in missing:
+                if self._boards.get(node, {}).get("left"):
+                    raise ShoalError(
+                        f"{self._name(node)} has left the job", hint="its own screen says why; " + _RUN_AGAIN
+                    )
+            if time.monotonic() > until:
+                named = ", ".join(self._name(node) for node in missing)
+                raise ShoalError(
+                    f"{named} did not come within {self._timeout_s:g} s ({what})",
+                    hint=f"run the same command on all {self.nnodes} hosts; --runtime.timeout_s waits longer",
+                )
+            time.sleep(_BEAT_S / 2)
+
+    def _lost(self) -> list[int]:
+        """Return the nodes of which nothing is heard any more; without the store there is node 0 to name."""
+        now = time.monotonic()
+        if self.node != 0 and (now - self._reached > LOST_S or not self._thread.is_alive()):
+            return [0]
+        return [
+            node
+            for node in self._others()
+            if node in self._boards
+            and not self._boards[node].get("left")
+            and now - self._heard[node] > LOST_S
+        ]
+
+    def _lost_sentence(self, node: int) -> str:
+        return f"{self._name(node)} is lost: nothing is heard from its launcher any more"
+
+    def _name(self, node: int) -> str:
+        return f"host {self._boards[node]['host']} (node {node})" if node in self._boards else f"node {node}"
+
+    def _others(self) -> list[int]:
+        return [node for node in range(self.nnodes) if node != self.node]
+
+    def _board(self, node: int) -> dict[str, Any]:
+        return self._own if node == self.node else self._boards[node]
+
+    def _failure_of(self, node: int) -> dict[str, Any] | None:
+        told: dict[str, Any] | None = self._boards.get(node, {}).get("failure")
+        return told if told and told["attempt"] == self._attempt else None

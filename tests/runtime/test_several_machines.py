@@ -1,0 +1,153 @@
+"""Two hosts with two ranks each: real launchers in two network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_dataset import random_dataset
+from tests.train.test_command import command, shoal
+from tests.two_hosts import NAMES, TwoHosts, two_hosts
+
+__all__ = ["two_hosts"]  # a fixture
+
+LAYOUTS = {"dp4": ()}  # layout -> what it adds to the command line
+SIZES = ("--train.micro_batch_size", "2", "--runtime.timeout_s", "60")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+class Job:
+    """The same command on both hosts, each in a folder of its own where the run folder is relative."""
+
+    def __init__(self, hosts: TwoHosts, data: Path, run: str | Path, cwd: Path, *arguments: str):
+        self._hosts, self._data, self._run, self._cwd = hosts, data, run, cwd
+        self._arguments = (*SIZES, *arguments)
+        self.processes = {}
+        for name in NAMES:
+            self.start(name)
+
+    def start(self, name: str, *more: str) -> None:
+        folder = self._cwd / name
+        folder.mkdir(exist_ok=True)
+        words = command(self._data, self._run, "--nproc", "2", "--nnodes", "2", *self._arguments, *more)
+        self.processes[name] = self._hosts.start(
+            name, [*words, "--rdzv", self._hosts.rdzv], folder, OMP_NUM_THREADS="1"
+        )
+
+    def wait_for_step(self, metrics: Path, step: int, timeout: float = 90) -> None:
+        until = time.monotonic() + timeout
+        while f'"step": {step}, "tokens"' not in (metrics.read_text() if metrics.exists() else ""):
+            assert time.monotonic() < until, f"no step {step} in time"
+            for process in self.processes.values():
+                assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+
+    def end(self, name: str, timeout: float = 90) -> tuple[int, str]:
+        screen, _ = self.processes[name].communicate(timeout=timeout)
+        return self.processes[name].returncode, screen
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts_train_as_one_process_does(two_hosts, data, tmp_path, layout):
+    run = tmp_path / "run"
+    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "5", *LAYOUTS[layout])
+    (north_status, north), (south_status, south) = (job.end(name) for name in NAMES)
+    assert (north_status, south_status) == (0, 0), north + south
+    assert "2 hosts meet at 10.77.0.1:29400: north, south; this is node 0, ranks 0 to 1" in north
+    assert "this is node 1, ranks 2 to 3; rank 0 tells how it goes, on node 0" in south
+    assert "step 5: test loss" in north
+    assert shoal(data, tmp_path / "alone", *SIZES, "--train.steps", "5")[0] == 0
+    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+
+
+@pytest.mark.proof
+def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(two_hosts, data, tmp_path):
+    run = tmp_path / "run"
+    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "100000", "--checkpoint.every", "10")
+    job.wait_for_step(run / "metrics.jsonl", 25)
+    two_hosts.kill("south")
+    killed = time.monotonic()
+    status, screen = job.end("north")
+    assert status == 1
+    assert time.monotonic() - killed < 30
+    last = screen.splitlines()[-2:]
+    assert last[0] == "error: host south (node 1) is lost: nothing is heard from its launcher any more"
+    assert "run the same command on every host" in last[1]
+    for name in reversed(NAMES):
+        job.start(name, "--stop-after", "40")
+    ends = {name: job.end(name) for name in NAMES}
+    assert [status for status, _ in ends.values()] == [75, 75], ends
+    assert "resumed from step-00000020" in ends["north"][1]
+    assert "stopped after step 40" in ends["north"][1]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_rank_restarts_the_ranks_of_all_hosts(two_hosts, data, tmp_path, name):
+    run = tmp_path / "run"
+    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "200", "--checkpoint.every", "10")
+    job.wait_for_step(run / "metrics.jsonl", 15)
+    while not (run / "checkpoints/LATEST").exists():
+        time.sleep(0.05)
+    rank = 2 * NAMES.index(name)
+    os.kill(int((run / f"ranks/rank-{rank}/pid").read_text()), signal.SIGKILL)
+    ends = {host: job.end(host) for host in NAMES}
+    assert [status for status, _ in ends.values()] == [0, 0], ends
+    for _, screen in ends.values():
+        assert f"host {name}: rank {rank} was killed by signal 9 (SIGKILL)" in screen
+        assert "(restart 1 of 3)" in screen
+    assert "(restart 1)" in ends["north"][1]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", NAMES)
+def test_a_signal_to_one_host_stops_all_with_everything_saved(two_hosts, data, tmp_path, name):
+    run = tmp_path / "run"
+    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "100000", "--checkpoint.every", "0")
+    job.wait_for_step(run / "metrics.jsonl", 5)
+    job.processes[name].send_signal(signal.SIGTERM)
+    ends = {host: job.end(host) for host in NAMES}
+    assert [status for status, _ in ends.values()] == [75, 75], ends
+    assert "all is saved" in ends["north"][1]
+
+
+@pytest.mark.proof
+def test_a_cable_that_is_pulled_ends_both_hosts_each_naming_the_other(two_hosts, data, tmp_path):
+    run = tmp_path / "run"
+    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "100000")
+    job.wait_for_step(run / "metrics.jsonl", 5)
+    two_hosts.unplug()
+    pulled = time.monotonic()
+    ends = {host: job.end(host) for host in NAMES}
+    assert time.monotonic() - pulled < 45
+    assert [status for status, _ in ends.values()] == [1, 1], ends
+    assert "host south (node 1) is lost" in "".join(ends["north"][1].splitlines()[-2:])
+    assert "host north (node 0) is lost" in "".join(ends["south"][1].splitlines()[-2:])
+
+
+@pytest.mark.proof
+def test_other_data_on_one_host_is_refused_by_its_name(two_hosts, data, tmp_path):
+    for name, seed in zip(NAMES, (0, 1), strict=True):
+        random_dataset(tmp_path / name / "walk", seed=seed)
+    job = Job(two_hosts, Path("walk"), tmp_path / "run", tmp_path)
+    ends = {host: job.end(host) for host in NAMES}
+    assert [status for status, _ in ends.values()] == [2, 2], ends
+    for _, screen in ends.values():
+        assert re.search(r"dataset 0 differs: \w+ on north \(rank 0\); \w+ on south \(rank 2\)", screen), (
+            screen
+        )
