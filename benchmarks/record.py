@@ -10,18 +10,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.device import logical_cores, physical_cores, select_device
+from shoal.runtime.device import bf16_is_native, logical_cores, physical_cores, select_device
 
 RECORDS = Path(__file__).parent / "records"
 
 
 def write_record(name: str, figures: dict[str, Any], folder: Path = RECORDS) -> Path:
     """Write FOLDER/NAME.json and say where it is."""
+    device = select_device("auto", 0, 1)
     record = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
-            "device": select_device("auto", 0, 1).name,
+            "device": device.name,
+            "bf16_in_hardware": bf16_is_native(device.torch_device),
             "physical_cores": physical_cores(),
             "logical_cores": logical_cores(),
             "system": platform.system(),

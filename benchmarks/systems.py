@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 from shoal.config.load import validate
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Loader, Windows
+from shoal.runtime.allocator import keep_memory
 from shoal.runtime.device import Device, select_device
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process, join
@@ -175,6 +176,7 @@ class PacedStop(Stop):
 
 def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
     """Run the training loop of `shoal train` itself, all that belongs to a step included."""
+    keep_memory()  # as `shoal train` does
     work = cell.workload
     sections = {
         "model": {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, ShoalError
 
 app = App(
     name="shoal",
@@ -188,6 +188,7 @@ def generate(
     seed: int = 0,
     batch_size: int = 16,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    tp: int = 1,
 ) -> None:
     """Continue a prompt, a file of prompts, or what is typed (no --prompt, no --input; `stop` alone ends).
 
@@ -221,12 +222,17 @@ def generate(
         Rows computed at once.
     device
         auto takes a CUDA device where there is one.
+    tp
+        Processes that share the model, each with a part of every layer; the checkpoint may have been saved
+        under any layout.
     """
     from shoal.infer.sampling import Sampling
     from shoal.infer.terminal import Wish, run
 
     sampling = Sampling(greedy, temperature, top_k, top_p, seed)
-    run(checkpoint, prompt, input, output, device, Wish(sampling, max_tokens, samples, batch_size))
+    if tp < 1:
+        raise InputError(f"--tp {tp}: at least 1 process is needed")
+    run(checkpoint, prompt, input, output, device, tp, Wish(sampling, max_tokens, samples, batch_size))
 
 
 @app.command

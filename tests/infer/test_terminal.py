@@ -107,9 +107,9 @@ def test_wishes_that_make_no_sense_are_refused(wish, said):
 
 def test_arguments_that_exclude_each_other_are_refused(tmp_path):
     with pytest.raises(InputError, match="--prompt and --input"):
-        run(tmp_path, "a", tmp_path / "in.jsonl", None, "cpu", WISH)
+        run(tmp_path, "a", tmp_path / "in.jsonl", None, "cpu", 1, WISH)
     with pytest.raises(InputError, match="--output needs --input"):
-        run(tmp_path, "a", None, tmp_path / "out.jsonl", "cpu", WISH)
+        run(tmp_path, "a", None, tmp_path / "out.jsonl", "cpu", 1, WISH)
 
 
 def generate(run_folder, *arguments, stdin=""):
@@ -128,3 +128,19 @@ def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
     missing = generate(trained_run / "nowhere", "--prompt", "fish")
     assert missing.returncode == 2
     assert b"is not a folder" in missing.stderr
+
+
+def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "fish"}\n{"prompt": ""}\n')
+    wish = ["--input", str(prompts), "--greedy", "--max-tokens", "12"]
+    whole, cut = generate(trained_run, *wish), generate(trained_run, *wish, "--tp", "2")
+    assert (whole.returncode, cut.returncode) == (0, 0), cut.stderr
+    assert cut.stdout == whole.stdout != b""
+
+
+def test_a_cut_that_does_not_divide_the_model_says_what_does(trained_run):
+    refused = generate(trained_run, "--prompt", "fish", "--tp", "3")
+    assert refused.returncode == 2
+    assert b"is not divisible by parallel.tp = 3" in refused.stderr
+    assert b"use parallel.tp = 1, 2" in refused.stderr

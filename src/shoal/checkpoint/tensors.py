@@ -191,14 +191,15 @@ def model_tensors(model: nn.Module) -> Tensors:
     return {f"{WEIGHTS}.{name}": state[name] for name in first.values()}
 
 
-def load_weights(path: Path, model: nn.Module) -> Path:
-    """Fill a whole model in one process, without a process group; return the checkpoint that was read.
+def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> Path:
+    """Fill a whole model, or this rank's part of one that is cut over `group`; return the checkpoint read.
 
-    `path` is a run folder, a checkpoints folder or a checkpoint; the files are verified first.
+    `path` is a run folder, a checkpoints folder or a checkpoint; the files are verified first. Collective
+    over `group`; with none it works without a process group.
     """
     checkpoint = resolve_checkpoint(path)
     tensors = model_tensors(model)
     wanted = {name: tensor.shape for name, tensor in tensors.items()}
     refuse_mismatches(checkpoint, mismatches(saved_shapes(checkpoint, [WEIGHTS]), wanted))
-    read_folder(checkpoint / WEIGHTS, folders_of(tensors)[WEIGHTS], group=None)
+    read_folder(checkpoint / WEIGHTS, folders_of(tensors)[WEIGHTS], group)
     return checkpoint

@@ -49,7 +49,17 @@ def layers_of_parts(config: Config, layout: Layout, n_layers: int) -> list[range
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def check_tensor_cut(shape: Shape, tp: int) -> None:
+    """Raise a ConfigError where a model cannot be cut over `tp` processes."""
+    for message, hint in _cuts(shape, tp):
+        raise ConfigError(message, hint=hint)
+
+
 def _tensor_cut(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
+    return _cuts(shape, layout.tp)
+
+
+def _cuts(shape: Shape, tp: int) -> Iterator[Problem]:
     sizes = {
         "model.n_heads": (shape.n_heads, "attention is cut by heads"),
         "model.n_kv_heads": (shape.n_kv_heads, "key and value heads are cut with their queries"),
@@ -58,9 +68,9 @@ def _tensor_cut(config: Config, layout: Layout, shape: Shape) -> Iterator[Proble
     }
     fits = [n for n in range(1, shape.n_heads + 1) if not any(size % n for size, _ in sizes.values())]
     for name, (size, reason) in sizes.items():
-        if size % layout.tp:
+        if size % tp:
             yield (
-                f"{name} = {size} is not divisible by parallel.tp = {layout.tp}: {reason}",
+                f"{name} = {size} is not divisible by parallel.tp = {tp}: {reason}",
                 f"use parallel.tp = {', '.join(map(str, fits))}",
             )
 

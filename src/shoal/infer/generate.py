@@ -66,7 +66,7 @@ def generate(
     starts = [longest - len(row.tokens) for row in rows]
     capacity = longest + max(row.max_tokens for row in rows)
     starts_b = torch.tensor(starts, device=device)
-    cache = KVCache(model.shape, starts_b, capacity, model.head.weight.dtype)
+    cache = KVCache(model.shape, starts_b, capacity, model.head.weight.dtype, model.head_parts)
     padded = [[0] * start + list(row.tokens) for start, row in zip(starts, rows, strict=True)]
     generators = [row_generator(sampling.seed, row.prompt, row.sample) for row in rows]
     left = [row.max_tokens for row in rows]

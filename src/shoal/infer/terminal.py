@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import DataError, InputError
+from shoal.infer.cut import load_cut
 from shoal.infer.generate import Row
-from shoal.infer.load import TextModel, load_text_model
+from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 from shoal.infer.text import complete, prompt_rows, stream
-from shoal.runtime.device import select_device
 from shoal.runtime.files import atomic_write
 
 
@@ -43,7 +43,7 @@ class Wish:
 
 
 def run(
-    path: Path, prompt: str | None, source: Path | None, target: Path | None, device: str, wish: Wish
+    path: Path, prompt: str | None, source: Path | None, target: Path | None, device: str, tp: int, wish: Wish
 ) -> None:
     """Load a run or checkpoint and answer in the way that the arguments ask for."""
     if prompt is not None and source is not None:
@@ -55,14 +55,14 @@ def run(
     for file in (sys.stdin, sys.stdout):
         if isinstance(file, io.TextIOWrapper):
             file.reconfigure(errors="replace")  # neither odd input nor a poor locale ends a conversation
-    loaded = load_text_model(path, select_device(device, 0, 1).torch_device)
-    print(f"{loaded.checkpoint}: {loaded.model.shape.max_seq_len} positions", file=sys.stderr)
-    if source is not None:
-        answer_file(loaded, source, target, wish)
-    elif prompt is not None:
-        answer(loaded, prompt, wish)
-    else:
-        converse(loaded, sys.stdin, wish, ask=sys.stdin.isatty())
+    with load_cut(path, device, tp) as loaded:
+        print(f"{loaded.checkpoint}: {loaded.model.shape.max_seq_len} positions", file=sys.stderr)
+        if source is not None:
+            answer_file(loaded, source, target, wish)
+        elif prompt is not None:
+            answer(loaded, prompt, wish)
+        else:
+            converse(loaded, sys.stdin, wish, ask=sys.stdin.isatty())
 
 
 def answer(loaded: TextModel, prompt: str, wish: Wish) -> None:

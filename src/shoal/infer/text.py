@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.data.tokenizer import TextStream
-from shoal.infer.generate import Row, generate, tokens_that_fit
+from shoal.infer.generate import Row, tokens_that_fit
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 
@@ -36,7 +36,7 @@ def prompt_rows(
 def stream(loaded: TextModel, row: Row, sampling: Sampling) -> Iterator[str]:
     """Yield the continuation of one row in pieces of whole characters, as it is made."""
     text = _text_after(loaded, row)
-    for _, token in generate(loaded.model, [row], sampling, loaded.eod_id):
+    for _, token in loaded.generate([row], sampling):
         yield text.push(token)
     yield _rest(text)
 
@@ -48,7 +48,7 @@ def complete(
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         tokens: list[list[int]] = [[] for _ in batch]
-        for row, token in generate(loaded.model, batch, sampling, loaded.eod_id):
+        for row, token in loaded.generate(batch, sampling):
             tokens[row].append(token)
         yield from (_completion(loaded, row, got) for row, got in zip(batch, tokens, strict=True))
 

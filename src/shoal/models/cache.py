@@ -15,8 +15,12 @@ class KVCache:
     keys and values [batch, kv_heads, capacity, head_dim] for each layer.
     """
 
-    def __init__(self, shape: ModelShape, starts_b: Tensor, capacity: int, dtype: torch.dtype) -> None:
-        size = (shape.n_layers, len(starts_b), shape.n_kv_heads, capacity, shape.head_dim)
+    def __init__(
+        self, shape: ModelShape, starts_b: Tensor, capacity: int, dtype: torch.dtype, head_parts: int = 1
+    ) -> None:
+        """Make room for `capacity` columns; of the heads, for one of `head_parts` equal parts."""
+        heads = shape.n_kv_heads // head_parts
+        size = (shape.n_layers, len(starts_b), heads, capacity, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=starts_b.device)
         self.values = torch.zeros_like(self.keys)
         self.starts_b = starts_b

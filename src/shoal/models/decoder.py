@@ -219,6 +219,7 @@ class Decoder(nn.Module):
         self.head = Head(shape) if self.is_last else None
         self.site = site_id("embed")
         self.part, self.parts = 0, 1  # of each sequence, where several processes share it
+        self.head_parts = 1  # that the attention heads are cut into
         self.recompute_layers = 0  # layers in a chunk of which only the input is kept; 0: keep everything
         self._tie()
 

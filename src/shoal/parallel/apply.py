@@ -22,7 +22,7 @@ from shoal.parallel.compile import Compilation, compile_blocks
 from shoal.parallel.norm import GradientNorm
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.shard import Sharding
-from shoal.parallel.tensor import TensorParallel, own_part
+from shoal.parallel.tensor import Axis, TensorParallel, own_part
 from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
@@ -123,6 +123,7 @@ def apply(
     process: Process,
     config: Config,
     compilation: Compilation,
+    axis: Axis | None,
     task: Task[T],
     phase: Callable[[str], AbstractContextManager[Any]],
 ) -> CutModel[T]:
@@ -139,7 +140,7 @@ def apply(
     layers = layers_of_parts(config, layout, shape.n_layers)
     with torch.device("meta"):
         parts = [Decoder(shape, layers[number]) for number in numbers]
-    tensor = TensorParallel(mesh["tp"], sequence=layout.sequence) if layout.tp > 1 else None
+    tensor = TensorParallel(axis, sequence=layout.sequence) if axis else None
     sharding = (
         Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=config.parallel.offload)
         if layout.zero

@@ -11,6 +11,7 @@ stream or, with sequence parallelism (Korthikanti et al., 2022), its part of eac
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,27 +28,61 @@ _COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  #
 _ROW = ("attention.o", "mlp.down")  # cut by what they take in
 
 
+class Axis:
+    """The ranks along `tp`, and what they exchange, timed. Every method is collective over tp."""
+
+    def __init__(self, mesh: DeviceMesh, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self.mesh = mesh
+        self.rank, self.parts = mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+        self._phase = phase
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's `x`."""
+        with self._phase("tp"):
+            total = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self._group)
+            return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, stacked along a new first dim."""
+        with self._phase("tp"):
+            whole = x.new_empty((self.parts * x.shape[0], *x.shape[1:]))
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
+            gather(whole, x.contiguous(), group=self._group)
+            return whole.view(self.parts, *x.shape)
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Return the sum of every rank's parts[n], on rank n."""
+        with self._phase("tp"):
+            own = parts.new_empty(parts.shape[1:])
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(own, parts.flatten(0, 1), group=self._group)
+            return own
+
+    def gather_sequence(self, x_btd: Tensor) -> Tensor:
+        """Put the parts of each sequence together."""
+        return self.all_gather(x_btd).movedim(0, 1).flatten(1, 2)
+
+    def scatter_sequence(self, x_btd: Tensor) -> Tensor:
+        """Return the sum of every rank's `x_btd`, of the own part of each sequence only."""
+        return self.reduce_scatter(x_btd.unflatten(1, (self.parts, -1)).movedim(1, 0))
+
+
 class VocabularyPart:
     """The columns of the logits that this rank holds; see shoal.models.loss.Columns."""
 
-    def __init__(self, mesh: DeviceMesh, padded_vocab_size: int) -> None:
-        self._group = mesh.get_group()
-        self._parts = mesh.size()
-        self.size = padded_vocab_size // self._parts
-        self.first = mesh.get_local_rank() * self.size
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, stacked along a new first dim. Collective over tp."""
-        return _all_gather(x, self._group, self._parts)
+    def __init__(self, axis: Axis, padded_vocab_size: int) -> None:
+        self.size = padded_vocab_size // axis.parts
+        self.first = axis.rank * self.size
+        self.gather = axis.all_gather
 
 
 class TensorParallel:
     """Cuts a decoder along `tp`."""
 
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
-        self._mesh = mesh
-        self._group = mesh.get_group()
-        self._rank, self._parts = mesh.get_local_rank(), mesh.size()
+    def __init__(self, axis: Axis, *, sequence: bool) -> None:
+        self._axis = axis
         self._sequence = sequence
         self.partial: list[
             tuple[nn.Module, str]
@@ -55,8 +90,9 @@ class TensorParallel:
 
     def cut(self, model: Decoder) -> None:
         """Cut the parameters of a model, on any device, and have its modules exchange activations."""
+        model.head_parts = self._axis.parts
         if self._sequence:
-            model.part, model.parts = self._rank, self._parts
+            model.part, model.parts = self._axis.rank, self._axis.parts
         if model.embed is not None:
             self._cut_embeddings(model)
         for block in model.blocks.values():
@@ -70,9 +106,9 @@ class TensorParallel:
         return [cast(nn.Parameter, getattr(module, name)) for module, name in self.partial]
 
     def _cut_block(self, block: Block) -> None:
-        block.attention.part = self._rank
+        block.attention.part = self._axis.rank
         if self._sequence:
-            block.part = self._rank
+            block.part = self._axis.rank
         for norm in (block.attention_norm, block.mlp_norm):
             self._cut_norm(norm)
         for inner in (block.attention, block.mlp):
@@ -114,7 +150,7 @@ class TensorParallel:
         embed, positions = model.embed, model.positions
         assert embed is not None
         self._distribute(embed, "weight", Shard(0))
-        part = VocabularyPart(self._mesh, model.shape.padded_vocab_size)
+        part = VocabularyPart(self._axis, model.shape.padded_vocab_size)
 
         def look_up(tokens_bt: Tensor) -> Tensor:
             row_bt = tokens_bt - part.first
@@ -134,7 +170,7 @@ class TensorParallel:
             head.weight = cast(nn.Parameter, model.embed.weight)
         else:
             self._distribute(head, "weight", Shard(0))
-        part = VocabularyPart(self._mesh, model.shape.padded_vocab_size)
+        part = VocabularyPart(self._axis, model.shape.padded_vocab_size)
 
         def logits(x_btd: Tensor) -> Tensor:
             logits_btv = F.linear(self._enter(x_btd), local(head.weight))
@@ -146,25 +182,36 @@ class TensorParallel:
         self, module: nn.Module, name: str, placement: Shard | Replicate, *, partial: bool = False
     ) -> None:
         whole = cast(nn.Parameter, getattr(module, name))
-        cut = distribute_tensor(whole.data, self._mesh, [placement], src_data_rank=None)
+        cut = distribute_tensor(whole.data, self._axis.mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(cut))
         if partial and self._sequence:
             self.partial.append((module, name))
 
+    @torch.compiler.disable
     def _enter(self, x_btd: Tensor) -> Tensor:
         """Give every rank the whole sequences, before what is cut by heads, width or ids."""
-        if self._sequence:
-            return cast(Tensor, _GatherSequence.apply(x_btd, self._group, self._parts))
-        return cast(Tensor, _SumBackward.apply(x_btd, self._group))
+        exchange = _GatherSequence if self._sequence else _SumBackward
+        return cast(Tensor, exchange.apply(x_btd, self._axis))
 
+    @torch.compiler.disable
     def _leave(self, x_btd: Tensor) -> Tensor:
         """Sum what all ranks have worked out; keep the own part of each sequence only, if they are cut."""
-        if self._sequence:
-            return cast(Tensor, _ScatterSequence.apply(x_btd, self._group, self._parts))
-        return cast(Tensor, _SumForward.apply(x_btd, self._group))
+        exchange = _ScatterSequence if self._sequence else _SumForward
+        return cast(Tensor, exchange.apply(x_btd, self._axis))
 
     def _own_part(self, positions_bt: Tensor) -> Tensor:
-        return positions_bt.chunk(self._parts, dim=1)[self._rank] if self._sequence else positions_bt
+        return (
+            positions_bt.chunk(self._axis.parts, dim=1)[self._axis.rank] if self._sequence else positions_bt
+        )
+
+
+def cut_for_inference(model: Decoder, mesh: DeviceMesh) -> None:
+    """Cut a model so that it runs as before: every rank takes whole inputs and returns whole logits."""
+    axis = Axis(mesh, lambda _: nullcontext())
+    TensorParallel(axis, sequence=False).cut(model)
+    assert model.head is not None
+    columns = model.head.forward
+    _replace_forward(model.head, lambda x: axis.all_gather(columns(x)).movedim(0, -2).flatten(-2))
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -192,19 +239,19 @@ def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 class _SumBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
+        return ctx.axis.all_reduce(grads[0]), None
 
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -213,49 +260,24 @@ class _SumForward(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_btd: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
-        ctx.group, ctx.parts = group, parts
-        return _all_gather(x_btd, group, parts).movedim(0, 1).flatten(1, 2)
+    def forward(ctx: Any, x_btd: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_sequence(x_btd)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(_sequence_parts(grads[0], ctx.parts), ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.scatter_sequence(grads[0]), None
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_btd: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
-        ctx.group, ctx.parts = group, parts
-        return _reduce_scatter(_sequence_parts(x_btd, parts), group)
+    def forward(ctx: Any, x_btd: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.scatter_sequence(x_btd)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grads[0], ctx.group, ctx.parts).movedim(0, 1).flatten(1, 2), None, None
-
-
-def _sequence_parts(x_btd: Tensor, parts: int) -> Tensor:
-    """Return [parts, batch, time / parts, d_model]."""
-    return x_btd.unflatten(1, (parts, -1)).movedim(1, 0)
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
-    whole = x.new_empty((parts * x.shape[0], *x.shape[1:]))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until 2.12
-    gather(whole, x.contiguous(), group=group)
-    return whole.view(parts, *x.shape)
-
-
-def _reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    own = parts.new_empty(parts.shape[1:])
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(own, parts.flatten(0, 1), group=group)
-    return own
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.gather_sequence(grads[0]), None
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -120,6 +120,11 @@ def physical_cores() -> int:
     return max(1, min(len(cores), logical))
 
 
+def share_cores(local_world_size: int) -> None:
+    """Give this process, one of several alike on this machine, its share of the cores."""
+    torch.set_num_threads(choose_threads(Runtime(), local_world_size)[0])
+
+
 def choose_threads(runtime: Runtime, local_world_size: int) -> tuple[int, str]:
     """Return the threads of one worker and why: the setting, OMP_NUM_THREADS, or physical cores / workers."""
     if runtime.threads:

@@ -96,6 +96,13 @@ class Process:
         dist.all_reduce(total, group=self.control)
         return list(total.tolist())
 
+    def gather(self, *values: float) -> list[list[float]]:
+        """Return each rank's values. Collective over the world."""
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(everyone, own, group=self.control)
+        return [list(rank.tolist()) for rank in everyone]
+
     def any(self, flag: bool) -> bool:
         """Say whether any rank has the flag set. Collective over the world."""
         return self.sum(float(flag))[0] > 0

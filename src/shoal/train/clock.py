@@ -12,7 +12,8 @@ from torch.profiler import record_function
 
 from shoal.runtime.device import Device
 
-PHASES = ("data", "forward", "backward", "bubble", "communication", "optimiser")
+# "tp" is the time of tensor parallel exchanges, all of it within forward and backward.
+PHASES = ("data", "forward", "backward", "tp", "bubble", "communication", "optimiser")
 
 
 @dataclass

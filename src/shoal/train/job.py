@@ -14,7 +14,7 @@ from shoal.models.loss import CrossEntropy
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
-from shoal.parallel.tensor import VocabularyPart
+from shoal.parallel.tensor import Axis, VocabularyPart
 from shoal.runtime.compiler import keep_compiled_in
 from shoal.runtime.log import log
 from shoal.runtime.mesh import Mesh, make_mesh
@@ -74,8 +74,9 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     compilation = decide(config, shape, process)
     if compilation.on:
         keep_compiled_in(request.run_dir / "compiled")
-    columns = VocabularyPart(mesh["tp"], shape.padded_vocab_size) if layout.tp > 1 else None
     clock = StepClock(process.device)
+    axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
+    columns = VocabularyPart(axis, shape.padded_vocab_size) if axis else None
     task = Gpt(
         _make_loader(config, datasets, mesh),
         seed=config.train.seed,
@@ -85,7 +86,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         cross_entropy=CrossEntropy(columns, compiled=compilation.on),
         reset_after=datasets[0].eod_id if config.data.reset_documents else None,
     )
-    model = apply(shape, mesh, process, config, compilation, task, clock.phase)
+    model = apply(shape, mesh, process, config, compilation, axis, task, clock.phase)
     return Job(
         request=request,
         config=config,

@@ -22,7 +22,7 @@ from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
-_SHORT = ("data", "fwd", "bwd", "bubble", "comm", "opt")  # PHASES on the console
+_SHORT = ("data", "fwd", "bwd", "tp", "bubble", "comm", "opt")  # PHASES on the console
 
 
 class Metrics:
@@ -83,13 +83,29 @@ class Metrics:
             **{f"{name}_s": value for name, value in self._clock.phases.items()},
         }
         if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
-            use = memory_use(self._process.device)
-            memory = self._process.sum(use.allocated_bytes, use.peak_bytes, use.reserved_bytes)
-            line |= dict(zip(("allocated_bytes", "peak_bytes", "reserved_bytes"), memory, strict=True))
-            rates = self.rates.take()
-            line |= rates
+            line |= self.rates.take()
+            line |= self._by_rank(line)
             log.info(self._console_line(line))
         self._write(line)
+
+    def _by_rank(self, line: dict[str, Any]) -> dict[str, float]:
+        """Return sums over ranks, and which rank has least and most of what differs between them.
+
+        Collective over the world.
+        """
+        use = memory_use(self._process.device)
+        busy_ms = line["forward_ms"] + line["backward_ms"] + line["optimiser_ms"] - line["tp_ms"]
+        ranks = self._process.gather(use.allocated_bytes, use.peak_bytes, use.reserved_bytes, busy_ms)
+        allocated, peak, reserved, busy = zip(*ranks, strict=True)
+        found = {
+            "allocated_bytes": sum(allocated),
+            "peak_bytes": sum(peak),
+            "reserved_bytes": sum(reserved),
+        }
+        for name, values in (("peak_bytes", peak), ("busy_ms", busy)):
+            for kind, chosen in (("least", min(values)), ("most", max(values))):
+                found |= {f"{kind}_{name}": chosen, f"{kind}_{name}_rank": values.index(chosen)}
+        return found
 
     def record_evaluation(self, step: int, name: str, loss: float) -> None:
         """Record the mean loss of a split."""
@@ -116,9 +132,16 @@ class Metrics:
         split = " ".join(
             f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
             for name, short in zip(PHASES, _SHORT, strict=True)
-            if name != "bubble" or line["bubble_ms"]
+            if name not in ("tp", "bubble") or line[f"{name}_ms"]
         )
         fp16 = f" | loss scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
+        if self._process.world_size > 1:
+            least, most = line["least_peak_bytes"] / 1e9, line["most_peak_bytes"] / 1e9
+            split += (
+                f" | by rank: peak {least:.2f} to {most:.2f} GB (most: {line['most_peak_bytes_rank']}), "
+                f"busy {line['least_busy_ms']:.0f} to {line['most_busy_ms']:.0f} ms "
+                f"(most: {line['most_busy_ms_rank']})"
+            )
         left_out = f" | {line['skipped']} steps skipped" if line["skipped"] else ""
         return (
             f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | "
