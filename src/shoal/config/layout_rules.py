@@ -167,6 +167,12 @@ def _offload(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
             "parallel.offload = true with parallel.zero = 0: only sharded state is kept in host memory",
             "set parallel.zero = 1, 2 or 3",
         )
+    elif config.parallel.offload and layout.world_size != layout.dp_shard:
+        yield (
+            f"parallel.offload = true under {layout}: what other axes sum after the backward pass must lie "
+            "on the GPUs",
+            "use ZeRO over all processes, such as zero2x4, or parallel.offload = false",
+        )
 
 
 def _compile(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:

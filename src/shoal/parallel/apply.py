@@ -136,16 +136,13 @@ def apply(
     """
     layout, device = mesh.layout, process.device.torch_device
     reduce_dtype = _REDUCE_DTYPES[config.precision.reduce_dtype]
+    offload = config.parallel.offload and device.type != "cpu"  # a CPU's memory is the host's
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
     layers = layers_of_parts(config, layout, shape.n_layers)
     with torch.device("meta"):
         parts = [Decoder(shape, layers[number]) for number in numbers]
     tensor = TensorParallel(axis, sequence=layout.sequence) if axis else None
-    sharding = (
-        Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=config.parallel.offload)
-        if layout.zero
-        else None
-    )
+    sharding = Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=offload) if layout.zero else None
     for part in parts:
         if tensor is not None:
             tensor.cut(part)
@@ -154,7 +151,7 @@ def apply(
             compile_blocks(part)
         if sharding is not None:
             sharding.shard(part)
-        part.to_empty(device="cpu" if config.parallel.offload else device)
+        part.to_empty(device="cpu" if offload else device)
         initialise(part, config.train.seed, own_part)
     model = CutModel(parts, mesh, process, task.run, phase)
     model.sharding = sharding
