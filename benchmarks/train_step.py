@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.record import RECORDS, write_record
 from benchmarks.systems import SYSTEMS, Cell, Workload
 from shoal.config.sections import Model
 from shoal.models.counts import flops_per_token
 from shoal.models.shape import resolve_shape
+from shoal.runtime.device import bf16_is_native
 from shoal.train.clock import PHASES
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import write_dataset
@@ -239,7 +241,7 @@ def run_grid(
     results, left_out = [], []
     for compiled in {"both": (True, False), "eager": (False,), "compiled": (True,)}[wish.modes]:
         for work in workloads:
-            for dtype in wish.dtypes or (["bf16"] if wish.suite == "gpu" else ["fp32", "bf16"]):
+            for dtype in wish.dtypes or dtypes(wish.suite, work):
                 cells = [Cell(work, system, dtype, compiled) for system in systems]
                 if time.monotonic() > deadline:
                     left_out += [cell.name for cell in cells]
@@ -247,6 +249,13 @@ def run_grid(
                 counts = {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup}
                 results += measure(cells, data, folder / "cells", **counts, deadline=deadline)
     return results, left_out
+
+
+def dtypes(suite: str, work: Workload) -> list[str]:
+    """Return the formats worth a place in the suite's grid: a CPU without bf16 products has fp32 alone."""
+    if not bf16_is_native(torch.device(work.device)):
+        return ["fp32"]
+    return ["bf16"] if suite == "gpu" else ["fp32", "bf16"]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -130,7 +130,7 @@ def test_each_row_says_what_to_do_instead_or_why_not():
 
 def test_the_configuration_on_the_page_is_one():
     (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE)
-    rules.check(validate(tomllib.loads(text), "page"), world_size=8)
+    rules.check(validate(tomllib.loads(text), "page"), dp=8)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def train(
     from shoal.runtime.log import quieten_libraries
 
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
-    from shoal.runtime.launch import launched_by_us
     from shoal.runtime.network import several_hosts
     from shoal.runtime.process import read_seat
     from shoal.train.request import Request
@@ -85,17 +84,24 @@ def train(
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer)
-    if read_seat() is not None:  # a worker: of our launcher, torchrun or srun
-        if (nproc, nnodes) != (1, 1) and not launched_by_us():
-            given = f"--nproc {nproc}" if nproc != 1 else f"--nnodes {nnodes}"
-            raise InputError(
-                f"{given}: torchrun or srun has started the ranks already",
-                hint="leave --nproc, --nnodes and --rdzv out",
-            )
-        from shoal.train.worker import run as run_worker
-
-        return run_worker(request)
+    if read_seat() is not None:
+        return _join(request, nproc, nnodes)
     return _start(request, nproc, max_restarts, several_hosts(nnodes, rdzv, node_rank))
+
+
+def _join(request: Any, nproc: int, nnodes: int) -> int:
+    """Train as one of the ranks that our launcher, torchrun or srun has started."""
+    from shoal.runtime.launch import launched_by_us
+
+    if (nproc, nnodes) != (1, 1) and not launched_by_us():
+        given = f"--nproc {nproc}" if nproc != 1 else f"--nnodes {nnodes}"
+        raise InputError(
+            f"{given}: torchrun or srun has started the ranks already",
+            hint="leave --nproc, --nnodes and --rdzv out",
+        )
+    from shoal.train.worker import run
+
+    return run(request)
 
 
 def _start(request: Any, nproc: int, max_restarts: int | None, place: tuple[Any, ...]) -> int:

@@ -22,7 +22,7 @@ def loaded(tmp_path_factory):
 
 def script(monkeypatch, tokens):
     """Let the model say `tokens`, whatever it is asked."""
-    monkeypatch.setattr("shoal.infer.text.generate", lambda *_: ((0, token) for token in tokens))
+    monkeypatch.setattr("shoal.infer.load.generate", lambda *_: ((0, token) for token in tokens))
 
 
 @pytest.mark.parametrize("text", ["naïve", "鱼群 shoal", "🐟🐠 e\u0301", "👩‍👩‍👧‍👦"])

@@ -231,7 +231,7 @@ class Runtime(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA devices where there are any."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """What carries tensors between ranks; auto: NCCL on GPUs, gloo on CPUs. mpi needs a torch built with it."""
+    """What carries tensors between ranks; auto: NCCL on GPUs, gloo on CPUs. mpi needs a torch that has it."""
     threads: NonNegativeInt = 0
     """Threads per worker; 0 means OMP_NUM_THREADS if set, else physical cores / workers."""
     timeout_s: PositiveFloat = 600.0

@@ -49,8 +49,9 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, how: CrossEntropy) -> Tensor:
         log_total_n = torch.empty(len(targets_n), dtype=torch.float32, device=logits_nv.device)
+        log_total = how.log_total if ctx.needs_input_grad[0] else _log_total  # evaluation has other shapes
         for rows in _chunks(logits_nv):
-            log_total_n[rows] = how.log_total(logits_nv[rows])
+            log_total_n[rows] = log_total(logits_nv[rows])
         first = how.columns.first if how.columns else 0
         column_n = targets_n - first
         held_n = (column_n >= 0) & (column_n < logits_nv.shape[1])
@@ -89,5 +90,6 @@ def _to_gradient(logits_nv: Tensor, log_total_n: Tensor, factor: Tensor) -> Tens
 
 def _chunks(logits_nv: Tensor) -> Iterator[slice]:
     num_rows, vocab_size = logits_nv.shape
-    size = max(1, _CHUNK_ELEMENTS[logits_nv.device.type] // vocab_size)
+    fit = max(1, _CHUNK_ELEMENTS[logits_nv.device.type] // vocab_size)
+    size = 1 << (fit.bit_length() - 1)  # a power of two leaves no smaller last chunk, to be compiled as well
     return (slice(first, first + size) for first in range(0, num_rows, size))

@@ -77,18 +77,22 @@ def bf16_is_native(device: torch.device) -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & _cpu_flags())
 
 
+def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether matrix products of `dtype` run in hardware; fp16 does on no CPU (seen with torch 2.13)."""
+    if dtype == torch.float32 or device.type == "cuda":
+        return True
+    return dtype == torch.bfloat16 and bf16_is_native(device)
+
+
 def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the format of matrix products for `precision.dtype` on `device`."""
+    """Return the format of matrix products for `precision.dtype` on `device`.
+
+    A GPU without bf16 refuses it with a ConfigError; a CPU computes all formats, slowly where not in hardware.
+    """
     native = bf16_is_native(device)
     if setting == "bf16" and not native and device.type == "cuda":
         raise ConfigError(
             f"precision.dtype = bf16, but {torch.cuda.get_device_name(device)} has no bf16 units",
-            hint="use precision.dtype = fp32 (or auto)",
-        )
-    if setting == "bf16" and not native:
-        raise ConfigError(
-            "precision.dtype = bf16, but this CPU has neither AVX512-BF16 nor AMX: "
-            "it would be far slower than fp32",
             hint="use precision.dtype = fp32 (or auto)",
         )
     if setting == "fp16":

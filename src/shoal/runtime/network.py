@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from shoal.errors import InputError
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_ADDRESS_BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # offset and length in sockaddr_in[6]
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -176,7 +175,10 @@ def _numeric(pointer: int | None) -> str | None:
         return None
     head = ctypes.string_at(pointer, 2)
     family = head[1] if platform.system() == "Darwin" else int.from_bytes(head, sys.byteorder)
-    if family not in _ADDRESS_BYTES:
+    if family == socket.AF_INET:
+        offset, length = 4, 4  # in sockaddr_in
+    elif family == socket.AF_INET6:
+        offset, length = 8, 16  # in sockaddr_in6
+    else:
         return None
-    offset, length = _ADDRESS_BYTES[socket.AddressFamily(family)]
     return socket.inet_ntop(family, ctypes.string_at(pointer + offset, length))

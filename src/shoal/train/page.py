@@ -7,6 +7,7 @@ from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.models.counts import count_parameters
 from shoal.parallel.tensor import local
+from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
 from shoal.train.job import Job
 from shoal.train.schedule import horizon, warmup_steps
@@ -22,8 +23,11 @@ def print_page(job: Job) -> None:
         for name, value, _ in differences(job.config, Config())
         if name not in ("data.datasets", "model.vocab_size")
     ]
-    if job.precision.name == "fp16" and not job.process.device.is_cuda:
-        log.warning("warning: fp16 matrix products on a CPU run some 50 times slower than bf16")
+    if not has_fast_products(job.precision.dtype, job.process.device.torch_device):
+        log.warning(
+            f"warning: {job.precision.name} matrix products are not in this CPU's hardware: "
+            "they run some 50 times slower than fp32"
+        )
     log.info("  settings that differ from their defaults: " + ("; ".join(changed) or "none"))
 
 
