@@ -1,8 +1,9 @@
-"""`shoal checkpoint ls | verify | rm`: what a run has saved, whether it is whole, what may go. No torch."""
+"""`shoal checkpoint ls | verify | rm | gather`: what a run has saved, is it whole, what may go. No torch."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from shoal.checkpoint import commit
 from shoal.checkpoint.manifest import (
     MANIFEST,
+    check_file,
     committed,
     describe,
     read_manifest,
@@ -19,8 +21,8 @@ from shoal.checkpoint.manifest import (
     step_of,
     verify,
 )
-from shoal.errors import EXIT_DONE, EXIT_FAILED, InputError, ShoalError
-from shoal.runtime.files import write_json
+from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, ShoalError
+from shoal.runtime.files import write_json, write_text
 
 _SET_ASIDE = re.compile(r"bad-step-\d{8,12}(-\d+)?")
 
@@ -76,6 +78,35 @@ def remove_checkpoint(path: Path, force: bool = False) -> int:
     return EXIT_DONE
 
 
+def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
+    """Bring together one checkpoint whose parts were kept by hosts without a shared folder.
+
+    `path` has one part and becomes whole; `folders` hold copies of the others: runs, or what lies in them.
+    """
+    checkpoint = _find(path)[1][0]
+    if problems := verify(checkpoint):
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {describe(problems)}")
+    manifest = read_manifest(checkpoint)
+    wanted = {name: entry for files in manifest.elsewhere.values() for name, entry in files.items()}
+    sources = [found for folder in folders for found in _find(folder)[1]]
+    for name, entry in wanted.items():
+        if not check_file(checkpoint, name, entry):
+            continue  # brought by an earlier, interrupted call
+        source = next((found for found in sources if not check_file(found, name, entry)), None)
+        if source is None:
+            host = next(host for host, files in manifest.elsewhere.items() if name in files)
+            raise CheckpointError(
+                f"{name} of {checkpoint.name}, which host {host} kept, is in none of the given folders, "
+                "or damaged there",
+                hint=f"copy that host's {checkpoint.name} here and name its folder",
+            )
+        commit.adopt(checkpoint, name, source / name)
+    whole = replace(manifest, files=manifest.files | wanted, elsewhere={})
+    write_text(checkpoint / MANIFEST, whole.to_json())
+    print(f"{checkpoint}: {len(wanted)} files from {len(manifest.elsewhere)} host(s) added; it is whole")
+    return EXIT_DONE
+
+
 def _find(path: Path) -> tuple[Path, list[Path]]:
     """Return the checkpoints folder and its checkpoints; `path` may be a run, that folder or a checkpoint."""
     if not path.is_dir():
@@ -103,6 +134,8 @@ def _row(checkpoint: Path) -> dict[str, Any]:
         manifest = read_manifest(checkpoint)
         row |= {"size_bytes": manifest.size_bytes, "created": manifest.created}
         row["holds"] = "weights" if manifest.weights_only else "all"
+        if manifest.elsewhere:
+            row["holds"] += f", but for the part(s) of {', '.join(manifest.elsewhere)}"
         row["loss"] = read_state(checkpoint).get("loss")
     except ShoalError:
         pass  # `problems` says it

@@ -1,7 +1,7 @@
 """The moves that make a checkpoint exist, or go, at one instant: rename, then fsync of the folder.
 
-Every function here runs on rank 0 alone. What lies under a name with a leading dot does not exist for readers
-and goes at the next start.
+Every function here runs on one rank for each folder: rank 0 where all hosts share it. What lies under a name
+with a leading dot does not exist for readers and goes at the next start.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.checkpoint.manifest import (
@@ -32,9 +33,10 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a kill left behind: half-written saves, half-done removals, half-done thinning."""
     if not folder.is_dir():
         return
-    for path in folder.glob(".step-*"):
+    for path in (*folder.glob(".step-*"), *folder.glob(".whole-*")):
         shutil.rmtree(path)
-    for path in (*folder.glob(f".{LATEST}.*.tmp"), *folder.glob(f"step-*/.{MANIFEST}.*.tmp")):
+    names = (f".{LATEST}.*.tmp", f"step-*/.{MANIFEST}.*.tmp", ".nonce-*", ".gather-*")
+    for path in (path for name in names for path in folder.glob(name)):
         path.unlink()
     for checkpoint in committed(folder):
         thin_out_files(checkpoint)
@@ -46,6 +48,39 @@ def start_writing(folder: Path, step: int) -> Path:
     hidden = folder / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
     hidden.mkdir()
     return hidden
+
+
+def begin_whole(part: Path) -> Path:
+    """Make a hidden whole copy of a checkpoint, which begins with hard links to this host's part, if any."""
+    whole = part.parent / f".whole-{secrets.token_hex(4)}" / part.name
+    whole.mkdir(parents=True)
+    for name in read_manifest(part).files if part.exists() else ():
+        (whole / name).parent.mkdir(exist_ok=True)
+        os.link(part / name, whole / name)
+    return whole
+
+
+def finish_whole(whole: Path, manifest: Manifest) -> None:
+    """Write the manifest of a whole copy."""
+    write_files(whole, {MANIFEST: manifest.to_json().encode()})
+
+
+def adopt(checkpoint: Path, name: str, source: Path) -> None:
+    """Copy one file of another host into a checkpoint; it counts once the manifest lists it."""
+    copy = checkpoint.parent / f".gather-{secrets.token_hex(4)}"
+    with source.open("rb") as theirs, copy.open("xb") as ours:
+        shutil.copyfileobj(theirs, ours, 4 << 20)
+        ours.flush()
+        os.fsync(ours.fileno())
+    (checkpoint / name).parent.mkdir(exist_ok=True)
+    copy.rename(checkpoint / name)
+    fsync_dir((checkpoint / name).parent)
+
+
+def end_whole(checkpoint: Path) -> None:
+    """Remove what `begin_whole` made; any other checkpoint stays."""
+    if checkpoint.parent.name.startswith(".whole-"):
+        shutil.rmtree(checkpoint.parent)
 
 
 def write_files(hidden: Path, files: dict[str, bytes]) -> None:
@@ -118,7 +153,11 @@ def keep_weights_only(checkpoint: Path) -> None:
         for name, entry in manifest.files.items()
         if name.split("/")[0] == WEIGHTS or "/" not in name
     }
-    thinned = Manifest(manifest.step, kept, manifest.world_size, weights_only=True, created=manifest.created)
+    apart = {
+        host: {name: entry for name, entry in files.items() if name.split("/")[0] == WEIGHTS}
+        for host, files in manifest.elsewhere.items()
+    }
+    thinned = replace(manifest, files=kept, weights_only=True, elsewhere=apart)
     write_text(checkpoint / MANIFEST, thinned.to_json())
     thin_out_files(checkpoint)
 

@@ -31,12 +31,17 @@ _FILE_NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The list of a checkpoint's files; `files` maps a relative name to its size and xxh3-128 digest."""
+    """The list of a checkpoint's files; `files` maps a relative name to its size and xxh3-128 digest.
+
+    Where hosts share no folder, each has a manifest of its own part, and `elsewhere` lists the files that
+    other hosts keep: host -> name -> the same facts.
+    """
 
     step: int
     files: dict[str, dict[str, Any]]
     world_size: int = 1
     weights_only: bool = False
+    elsewhere: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     format: str = FORMAT
 
@@ -113,19 +118,27 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _check_types(checkpoint: Path, manifest: Manifest) -> None:
-    files = manifest.files
-    bad = not isinstance(files, dict) or len(files) > MAX_FILES or not all(map(is_file_name, files))
-    bad = bad or not all(
-        isinstance(entry, dict)
-        and set(entry) == {"size_bytes", "xxh3_128"}
-        and isinstance(entry["size_bytes"], int)
-        and isinstance(entry["xxh3_128"], str)
-        for entry in files.values()
-    )
+    lists = [manifest.files, *manifest.elsewhere.values()] if isinstance(manifest.elsewhere, dict) else [None]
+    bad = not all(map(_is_file_list, lists))
     bad = bad or not isinstance(manifest.step, int) or not isinstance(manifest.weights_only, bool)
     bad = bad or not isinstance(manifest.world_size, int) or not isinstance(manifest.created, str)
     if bad:
         raise CheckpointError(f"{checkpoint / MANIFEST} lists files in a way that Shoal never writes")
+
+
+def _is_file_list(files: object) -> bool:
+    return (
+        isinstance(files, dict)
+        and len(files) <= MAX_FILES
+        and all(map(is_file_name, files))
+        and all(
+            isinstance(entry, dict)
+            and set(entry) == {"size_bytes", "xxh3_128"}
+            and isinstance(entry["size_bytes"], int)
+            and isinstance(entry["xxh3_128"], str)
+            for entry in files.values()
+        )
+    )
 
 
 def read_text(checkpoint: Path, name: str) -> str:
@@ -173,7 +186,9 @@ def _wrong_step(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 def _extra_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     allowed = {MANIFEST, *manifest.files}
-    allowed |= {name.split("/")[0] for name in manifest.files if "/" in name}
+    # A kill may have come between the arrival of another host's files and the manifest that lists them.
+    allowed |= {name for files in manifest.elsewhere.values() for name in files}
+    allowed |= {name.split("/")[0] for name in allowed if "/" in name}
     # A hidden file beside the manifest is a leftover that nothing reads; in the folders every file counts.
     found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
     found |= {str(path.relative_to(checkpoint)) for path in checkpoint.glob("*/*")}
@@ -222,17 +237,41 @@ def resolve_checkpoint(path: Path) -> Path:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {describe(problems)}", hint="choose another one"
             )
-        return path
+        return _refuse_part(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     damaged = []
     for candidate in committed(folder):
         if not (problems := verify(candidate)):
-            return candidate
+            return _refuse_part(candidate)
         damaged.append(f"{candidate.name} is damaged: {describe(problems)}")
     detail = "; ".join(damaged) or "no folder step-NNNNNNNN in it"
     raise CheckpointError(
         f"{path} holds no good checkpoint: {detail}", hint="`shoal checkpoint ls` lists them"
     )
+
+
+def missing_parts(manifests: list[Manifest]) -> list[str]:
+    """Return one sentence for each host whose files are in none of the manifests of one step."""
+    held = {name: entry for manifest in manifests for name, entry in manifest.files.items()}
+    lacking: dict[str, set[str]] = {}
+    for manifest in manifests:
+        for host, files in manifest.elsewhere.items():
+            absent = {name for name, entry in files.items() if held.get(name) != entry}
+            lacking.setdefault(host, set()).update(absent)
+    return [f"host {host} has {_some(sorted(names))}" for host, names in lacking.items() if names]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refuse_part(checkpoint: Path) -> Path:
+    if missing := missing_parts([read_manifest(checkpoint)]):
+        raise CheckpointError(
+            f"{checkpoint} is one host's part of a checkpoint: {'; '.join(missing)}",
+            hint=f"copy their folder here, then: shoal checkpoint gather {checkpoint} FOLDER",
+        )
+    return checkpoint
 
 
 def describe(problems: list[str]) -> str:
