@@ -27,19 +27,37 @@ app.command(
 
 
 @app.command
-def doctor(*, json: Path | None = None) -> int:
-    """Check this machine: Python, torch, cores, memory, disk, a two-process start; say what to do.
+def doctor(
+    *,
+    json: Path | None = None,
+    nnodes: int = 1,
+    rdzv: str | None = None,
+    node_rank: int | None = None,
+    data: tuple[Path, ...] = (),
+) -> int:
+    """Check this machine, or whether several can train together; say what to do.
 
     Example: shoal doctor --json doctor.json
+
+    Example: shoal doctor --nnodes 2 --rdzv 10.0.0.1:29400 --data datasets/mine   (on both hosts, within 30 s)
 
     Parameters
     ----------
     json
         Write the findings to this file, too.
+    nnodes
+        Hosts to check together; run the same command on each, in the folder where they will train.
+    rdzv
+        HOST:PORT at which the hosts meet: an address of the first one, with a port that is free there.
+    node_rank
+        Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
+    data
+        Dataset folders that should be the same on all hosts.
     """
-    from shoal.doctor import doctor as run
+    from shoal.doctor.command import doctor as run
+    from shoal.runtime.network import several_hosts
 
-    return run(json)
+    return run(json, several_hosts(nnodes, rdzv, node_rank), data)
 
 
 @app.command
@@ -115,7 +133,7 @@ def prepare(
     prepare_command(chosen, json)
 
 
-checkpoint = App(name="checkpoint", help="List, verify or remove the checkpoints of a run.")
+checkpoint = App(name="checkpoint", help="List, verify, remove or bring together the checkpoints of a run.")
 app.command(checkpoint)
 
 
@@ -169,6 +187,26 @@ def rm(path: Path, *, force: bool = False) -> int:
     from shoal.checkpoint.commands import remove_checkpoint
 
     return remove_checkpoint(path, force)
+
+
+@checkpoint.command
+def gather(path: Path, folders: tuple[Path, ...], /) -> int:
+    """Make a checkpoint whole whose parts were kept by hosts without a shared folder.
+
+    Copy the checkpoints of the other hosts to this one first, into folders of their own.
+
+    Example: shoal checkpoint gather runs/first copies/south copies/east
+
+    Parameters
+    ----------
+    path
+        A run folder (its newest checkpoint) or a checkpoint: this host's part, which becomes whole.
+    folders
+        Where the other hosts' parts are: their run folders, checkpoints folders or checkpoints.
+    """
+    from shoal.checkpoint.commands import gather_parts
+
+    return gather_parts(path, folders)
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""`shoal doctor`: is this machine sound, and what should be done where it is not.
+"""Is this machine sound by itself, and what should be done where it is not.
 
 Each check returns one Finding. What it measures can be given to it instead, which is how it is tested. torch
 is imported inside the checks, so that a machine without a working torch gets its diagnosis too.
@@ -17,15 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from shoal.runtime.files import write_json
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -33,7 +27,7 @@ MEMORY_WANTED_BYTES = 4_000_000_000  # what `shoal quickstart` stays under
 DISK_WANTED_BYTES = 2_000_000_000
 SLOW_DISK_BYTES_PER_S = 50e6
 PROBE_BYTES = 64 << 20
-START_LIMIT_S = 60.0
+START_LIMIT_S = 20.0
 SLOW_START_S = 20.0
 _CHOICES = ("test", "tensorboard", "wandb", "trackio")  # extras that nobody misses before asking for them
 
@@ -189,13 +183,16 @@ def check_loopback() -> Finding:
     return Finding("loopback", "ok", f"localhost is {address}, {host} resolves")
 
 
+def rank_command(device: str) -> list[str]:
+    """Return the command of one rank that meets others on `device`."""
+    return [sys.executable, "-c", f"import shoal.doctor.machine as d; d.meet_as_rank({device!r})"]
+
+
 def check_two_processes(command: list[str] | None = None) -> Finding:
     """Do two processes really start, meet over gloo and add numbers?"""
     name, started = "2 processes", time.monotonic()
     try:
-        answers = _run_two_ranks(
-            command or [sys.executable, "-c", "import shoal.doctor as d; d.meet_as_rank()"]
-        )
+        answers = run_ranks(command or rank_command("cpu"), 2)
     except subprocess.TimeoutExpired:
         fact = f"two processes did not meet within {START_LIMIT_S:.0f} s"
         return Finding(name, "problem", fact, "look for a firewall on the loopback interface")
@@ -211,21 +208,23 @@ def check_two_processes(command: list[str] | None = None) -> Finding:
     return Finding(name, "ok", fact)
 
 
-def meet_as_rank() -> None:
-    """Be one of the two ranks of `check_two_processes`: join, all_reduce, print what it took as JSON."""
+def meet_as_rank(device: str) -> None:
+    """Be one rank that `run_ranks` starts: join, all_reduce, print what it took as JSON."""
     import torch
     import torch.distributed as dist
 
     from shoal.config.sections import Runtime
     from shoal.runtime.process import join, leave
 
-    process = join(Runtime(device="cpu", timeout_s=START_LIMIT_S, threads=1))
-    numbers = torch.full((1 << 20,), float(process.rank + 1))
-    dist.barrier()
+    process = join(Runtime.model_validate({"device": device, "timeout_s": START_LIMIT_S, "threads": 1}))
+    numbers = torch.full((1 << 20,), float(process.rank + 1), device=process.device.torch_device)
+    process.any(False)  # all are here
     started = time.perf_counter()
     dist.all_reduce(numbers)
+    process.device.synchronise()
     elapsed_s = time.perf_counter() - started
-    assert bool((numbers == 3).all()), f"1 + 2 gave {numbers[0].item()}"
+    expected = sum(range(1, process.world_size + 1))
+    assert bool((numbers == expected).all()), f"{expected} was expected, it gave {numbers[0].item()}"
     print(json.dumps({"all_reduce_ms": elapsed_s * 1e3}))
     leave()
 
@@ -246,34 +245,6 @@ def check_extras(requirements: list[str] | None = None) -> Finding:
     return Finding(
         "extras", "warning", f"{fact}; complete: {complete}", f"pip install 'shoal[{','.join(lacking)}]'"
     )
-
-
-def diagnose(folder: Path) -> list[Finding]:
-    """Run every check for work in `folder`; those that need torch are left out where it does not start."""
-    torch_finding = check_torch()
-    findings = [check_python(), torch_finding]
-    if torch_finding.status == "ok":
-        findings += [check_devices(), check_bf16(), check_cores()]
-    findings += [check_memory(), check_disk(folder), check_loopback(), check_extras()]
-    if torch_finding.status == "ok":
-        findings.append(check_two_processes())
-    return findings
-
-
-def doctor(json_path: Path | None) -> int:
-    """Print the findings as a table, write them to `json_path` too, and return the exit status."""
-    findings = diagnose(Path.cwd())
-    table = Table("check", "")
-    for heading in ("what was seen", "what to do"):
-        table.add_column(heading, overflow="fold")
-    colours = {"ok": "green", "warning": "yellow", "problem": "red"}
-    for finding in findings:
-        status = f"[{colours[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.check, status, escape(finding.fact), escape(finding.advice))
-    Console().print(table)
-    if json_path is not None:
-        write_json(json_path, [asdict(finding) for finding in findings])
-    return int(any(finding.status == "problem" for finding in findings))
 
 
 def _torch_version() -> str:
@@ -328,16 +299,12 @@ def _write_rate(folder: Path, num_bytes: int) -> float:
         return num_bytes / (time.perf_counter() - started)
 
 
-def _run_two_ranks(command: list[str]) -> list[tuple[int, str, str]]:
-    """Run `command` as ranks 0 and 1; return exit status, stdout and stderr of each."""
+def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]:
+    """Run `command` as some ranks on this host; return exit status, stdout and stderr of each."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     ranks = [
         subprocess.Popen(
             command,
@@ -346,7 +313,7 @@ def _run_two_ranks(command: list[str]) -> list[tuple[int, str, str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world_size)
     ]
     try:
         return [
