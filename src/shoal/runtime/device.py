@@ -87,7 +87,7 @@ def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
 def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
     """Return the format of matrix products for `precision.dtype` on `device`.
 
-    A GPU without bf16 refuses it with a ConfigError; a CPU computes all formats, slowly where not in hardware.
+    A GPU without bf16 refuses it with a ConfigError; a CPU computes all formats, slowly if not in hardware.
     """
     native = bf16_is_native(device)
     if setting == "bf16" and not native and device.type == "cuda":
