@@ -69,7 +69,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.systems", json.dumps(dataclasses.asdict(cell)), *arguments],
             cwd=ROOT,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **_threads(cell)},
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **_environment(cell)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -105,9 +105,11 @@ class Worker:
         self._process.communicate()
 
 
-def _threads(cell: Cell) -> dict[str, str]:
+def _environment(cell: Cell) -> dict[str, str]:
     threads = cell.workload.threads
-    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    chosen = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    # `shoal train` sets this itself, before torch is imported; the process of a cell has imported it by then.
+    return chosen | ({"THP_MEM_ALLOC_ENABLE": "1"} if cell.system == "shoal" else {})
 
 
 def measure(
