@@ -24,6 +24,12 @@ app.command(
     help="Train a GPT; run the same command again to resume.",
     help_epilogue="Example: shoal train tiny --data datasets/my-text --nproc 2 --train.steps 500",
 )
+app.command(
+    "shoal.cli_train:parity",
+    name="parity",
+    help="Compare layouts with one process, tensor by tensor: rounding, or a bug and where.",
+    help_epilogue='Example: shoal parity tiny --layouts "dp2, tp2, pp2, zero3x2"',
+)
 
 
 @app.command

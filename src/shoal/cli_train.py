@@ -1,4 +1,4 @@
-"""`shoal train`: its arguments and help; loaded on demand, as it imports the configuration."""
+"""`shoal train` and `shoal parity`: arguments and help; loaded on demand, as it imports the configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.errors import InputError
@@ -19,7 +20,8 @@ def train(
     *,
     data: tuple[Path, ...] = (),
     run_dir: Path | None = None,
-    nproc: int = 1,
+    layout: str | None = None,
+    nproc: int | None = None,
     max_restarts: int | None = None,
     nnodes: int = 1,
     rdzv: str | None = None,
@@ -46,8 +48,10 @@ def train(
         Dataset folders made by `shoal prepare`; several are mixed, by data.weights or by their size.
     run_dir
         Folder of the run: settings, metrics, checkpoints. Default: runs/CONFIG-DATASET.
+    layout
+        How to cut model and batch, in words such as tp2*dp2 (docs/layouts.md); also starts that many workers.
     nproc
-        Worker processes on this machine, each with its own device or share of the cores.
+        Worker processes on this machine, each with its own device or share of the cores. Default: 1.
     max_restarts
         How often to start again from the last committed checkpoint after a rank has failed. Default: 3 with
         --nproc or --nnodes above 1.
@@ -79,22 +83,65 @@ def train(
     from shoal.train.request import Request
 
     overrides = _given(settings, data, max_time, stop_after)
+    words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)
     if run_dir is None:
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
-    request = Request(resolved, run_dir.absolute(), init, init_optimizer)
+    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words)
     if read_seat() is not None:
         return _join(request, nproc, nnodes)
     return _start(request, nproc, max_restarts, several_hosts(nnodes, rdzv, node_rank))
 
 
-def _join(request: Any, nproc: int, nnodes: int) -> int:
+def parity(
+    config: str,
+    /,
+    *,
+    layouts: str,
+    data: tuple[Path, ...] = (),
+    reference: str = "1",
+    steps: int = 5,
+    json: Path | None = None,
+    settings: Annotated[Config | None, Parameter(name="*")] = None,
+) -> int:
+    """Train a few steps under several layouts and compare them, tensor by tensor, with one process.
+
+    Each difference is judged against a rounding floor, measured by adding up in another order. In fp32 and
+    on the CPU, unless precision.dtype and runtime.device say otherwise.
+    Exit status: 0 all differences are rounding, 1 one is a bug (or a rank failed), 2 bad input.
+
+    Example: shoal parity tiny --layouts "dp2, tp2+sp, pp2*dp2, zero3x2" --json parity.json
+
+    Parameters
+    ----------
+    config
+        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
+    layouts
+        Layouts in words, with commas between: dp2, zero3x4, tp2, tp2+sp, pp2, pp2+gpipe; * joins them.
+    data
+        Dataset folders; a small one is made for the occasion if left out.
+    reference
+        Layout to compare with; 1 is one process. Name another one where the model is too large for one.
+    steps
+        Optimiser steps under each layout.
+    json
+        Write all differences and verdicts to this file, too.
+    settings
+        Any setting of the configuration, as --section.field VALUE; it wins over the file.
+    """
+    from shoal.parity.command import parity as run
+
+    resolved = load_config(config, _given(settings, data, None, None))
+    return run(resolved, layouts, reference=reference, steps=steps, json=json)
+
+
+def _join(request: Any, nproc: int | None, nnodes: int) -> int:
     """Train as one of the ranks that our launcher, torchrun or srun has started."""
     from shoal.runtime.launch import launched_by_us
 
-    if (nproc, nnodes) != (1, 1) and not launched_by_us():
-        given = f"--nproc {nproc}" if nproc != 1 else f"--nnodes {nnodes}"
+    if (nproc not in (None, 1) or nnodes != 1) and not launched_by_us():
+        given = f"--nproc {nproc}" if nproc not in (None, 1) else f"--nnodes {nnodes}"
         raise InputError(
             f"{given}: torchrun or srun has started the ranks already",
             hint="leave --nproc, --nnodes and --rdzv out",
@@ -104,10 +151,13 @@ def _join(request: Any, nproc: int, nnodes: int) -> int:
     return run(request)
 
 
-def _start(request: Any, nproc: int, max_restarts: int | None, place: tuple[Any, ...]) -> int:
+def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tuple[Any, ...]) -> int:
     """Check what can be checked in one process, then train here or launch workers."""
     from shoal.runtime.files import alone_in
 
+    if nproc is None:
+        hosts = place[0] if place else 1
+        nproc = max(1, request.layout.world_size // hosts) if request.layout else 1
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
     if not place:
@@ -151,6 +201,21 @@ def _launch(request: Any, nproc: int, max_restarts: int | None, hosts: Any = Non
             f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
         )
     return launch(sys.argv[1:], nproc, request.run_dir, 3 if max_restarts is None else max_restarts, hosts)
+
+
+def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout | None:
+    """Add the settings of a layout in words to what the command line sets."""
+    if words is None:
+        return None
+    layout = parse_layout(words)
+    given, wanted = overrides.setdefault("parallel", {}), settings_of(layout)
+    if both := sorted(given.keys() & wanted.keys()):
+        raise InputError(
+            f"--layout {words} sets parallel.{both[0]}, and so does --parallel.{both[0]}",
+            hint="leave one of the two out",
+        )
+    given.update(wanted)
+    return layout
 
 
 def _given(

@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shoal.config.layout import parse_layout
+from shoal.config.sections import Config
+from shoal.errors import ConfigError
 from shoal.infer.load import load_text_model
+from shoal.train.request import Request
 from tests.tiny_dataset import random_dataset
 
 SMALL = [
@@ -296,6 +301,20 @@ def test_torchrun_starts_the_same_command(data, tmp_path):
     assert "dp2: 2 process(es)" in done.stdout
 
 
+def test_layout_words_set_the_axes_and_the_number_of_processes(data, tmp_path):
+    status, screen = shoal(data, tmp_path, "--layout", "zero2x2", "--train.steps", "2")
+    assert status == 0, screen
+    assert "zero2x2: 2 process(es)" in screen
+    stored = (tmp_path / "config.toml").read_text()
+    assert "zero = 2" in stored
+    assert "dp_shard = 2" in stored
+
+
+def test_a_launcher_must_start_as_many_ranks_as_the_layout_has():
+    with pytest.raises(ConfigError, match=r"--layout tp4 is for 4 process\(es\), and there are 2"):
+        Request(Config(), Path(), layout=parse_layout("tp4")).check(2)
+
+
 def test_ranks_that_a_launcher_started_do_not_launch_again(data, tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29732"}
     status, screen = shoal(data, tmp_path, "--nproc", "2", env=env)
@@ -361,6 +380,12 @@ def test_a_port_in_use_is_said(data, tmp_path):
             "train.micro_batch_size = 4 does not divide a rank's share of 9",
         ),
         (["--nproc", "3"], "train.global_batch_size = 8 does not divide among 3 data-parallel ranks"),
+        (["--layout", "pp2*quick"], "'quick' in layout 'pp2*quick' is no layout word"),
+        (["--layout", "tp2", "--nproc", "4"], "--layout tp2 is for 2 process(es), and there are 4"),
+        (
+            ["--layout", "tp2", "--parallel.tp", "4"],
+            "--layout tp2 sets parallel.tp, and so does --parallel.tp",
+        ),
         (["--init", "nowhere"], "--init nowhere does not exist"),
         (["--runtime.device", "cuda"], "torch sees no CUDA device here"),
         (["--model.n_layrs", "5"], "Did you mean --model.n-layers?"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import rules
-from shoal.config.layout import resolve_layout
+from shoal.config.layout import Layout, resolve_layout
 from shoal.config.layout_rules import check_layout
 from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
@@ -35,6 +35,7 @@ class Request:
     run_dir: Path
     init: Path | None = None
     init_optimizer: bool = False
+    layout: Layout | None = None  # where it was given in words
 
     def open_datasets(self) -> list[Dataset]:
         """Open the datasets; refuse none, and several with different tokenizers."""
@@ -56,6 +57,11 @@ class Request:
 
     def check(self, world_size: int) -> list[Dataset]:
         """Refuse what cannot work before any process starts; return the datasets."""
+        if self.layout is not None and (wanted := self.layout.world_size) != world_size:
+            raise ConfigError(
+                f"--layout {self.layout} is for {wanted} process(es), and there are {world_size}",
+                hint="leave --nproc out, or name a layout for that many",
+            )
         layout = resolve_layout(self.config.parallel, world_size)
         rules.check(self.config, layout.dp)
         require_sinks(self.config.train.sinks)

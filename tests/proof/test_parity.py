@@ -1,0 +1,69 @@
+"""What `shoal parity` says of every kind of layout, in both decoder styles, and how long it takes."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.record import write_record
+
+SIX = "dp2, zero3x2, tp2+sp, pp2, dp2*tp2, pp2*dp2"
+ALL = (
+    "dp2, dp4, zero1x2, zero2x2, zero3x4, dp2*zero3x2, tp2, tp2+sp, tp4+sp, pp2+gpipe, pp2, pp2+interleaved, "
+    "pp2+zero_bubble, pp4, dp2*tp2, zero3x2*tp2+sp, pp2*dp2, pp2*tp2+sp, pp2*zero2x2, pp2*dp2*tp2"
+)
+STYLES = {"gpt2": ["tiny"], "llama": ["tiny-llama", "--model.n_kv_heads=4"]}
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1500)]
+
+
+def parity(style, layouts, dropout, file, *settings):
+    """Run the command; return its report and seconds."""
+    command = [sys.executable, "-m", "shoal", "parity", *STYLES[style], "--layouts", layouts, "--json", file]
+    command += [f"--model.dropout={dropout}", f"--model.attention_dropout={dropout}", *settings]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text()), seconds
+
+
+def largest(report, kind):
+    """Return the largest relative difference of a kind that is not below its own floor."""
+    apart = report["below_floor"]
+    findings = [finding for row in report["layouts"] for finding in row["findings"]]
+    return max(float(f["difference"]) for f in findings if f["kind"] == kind and f["name"] not in apart)
+
+
+def test_six_layouts_take_under_three_minutes(tmp_path):
+    runs = []
+    for style in STYLES:
+        report, seconds = parity(style, SIX, 0.1, tmp_path / "parity.json")
+        kinds = ("loss", "norm", "validation", "gradient", "weight")
+        runs.append(
+            {
+                "style": style,
+                "dropout": 0.1,
+                "seconds": round(seconds, 1),
+                "seconds_of": {row["layout"]: row["seconds"] for row in report["layouts"]},
+                "largest_difference": {kind: largest(report, kind) for kind in kinds},
+                "floors": report["floors"],
+            }
+        )
+    write_record("parity", {"claim": "six layouts in under 3 minutes on 2 cores", "runs": runs})
+    assert max(run["seconds"] for run in runs) < 180
+
+
+@pytest.mark.parametrize(
+    ("style", "dropout", "micro"), [("gpt2", 0.0, 1), ("gpt2", 0.1, 2), ("llama", 0.0, 2), ("llama", 0.1, 1)]
+)
+def test_every_layout_is_one_process_up_to_rounding(tmp_path, style, dropout, micro):
+    """Losses and norms to 2e-6, gradients of step 1 to 1e-5 of each tensor's norm: no floor is needed."""
+    file = tmp_path / "parity.json"
+    report, _ = parity(style, ALL, dropout, file, f"--train.micro_batch_size={micro}")
+    assert len(report["layouts"]) == 20
+    assert largest(report, "loss") < 2e-6
+    assert largest(report, "norm") < 2e-6
+    assert largest(report, "gradient") < 1e-5
