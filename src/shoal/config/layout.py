@@ -14,7 +14,8 @@ from shoal.config.sections import Parallel
 from shoal.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-_WORD = re.compile(r"1|dp(\d+)|zero([123])x(\d+)|tp(\d+)(\+sp)?|pp(\d+)(?:\+(\w+))?")
+_SIZE = r"([1-9]\d*)"
+_WORD = re.compile(rf"1|dp{_SIZE}|zero([123])x{_SIZE}|tp{_SIZE}(\+sp)?|pp{_SIZE}(?:\+(\w+))?")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def parse_layout(text: str) -> Layout:
     for word in text.strip().split("*"):
         match = _WORD.fullmatch(word.strip())
         how = match and match.group(7)
-        if match is None or (how is not None and how not in SCHEDULES) or "0" in match.groups():
+        if match is None or (how is not None and how not in SCHEDULES):
             raise ConfigError(
                 f"{word.strip()!r} in layout {text.strip()!r} is no layout word",
                 hint="join with *: dp2, zero3x4, tp2, tp2+sp, pp2, pp2+gpipe (or +interleaved, +zero_bubble)",

@@ -1,0 +1,111 @@
+"""What a rank holds of a model that is cut by tensors or layers: parameters, and activations in flight."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shoal.config.layout import parse_layout, settings_of
+from shoal.config.sections import Model
+from shoal.models.decoder import Decoder
+from shoal.models.shape import resolve_shape
+from shoal.parallel.tensor import TensorParallel, local, own_part
+from shoal.train.step import forward_backward
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import make_job, tiny_config
+
+GPT2_MEDIUM = {"n_layers": 24, "d_model": 1024, "n_heads": 16, "max_seq_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def parts_on_meta(settings, vocab_size):
+    """Cut a model without memory along tp; return the elements of each weight that this rank has."""
+    shape = resolve_shape(Model(**settings), vocab_size)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        TensorParallel(mesh["tp"], sequence=False).cut(model)
+    return {name: own_part(weight)[0].numel() for name, weight in model.named_weights().items()}
+
+
+@pytest.mark.parametrize(
+    ("tp", "multiple", "parameters"), [(1, 128, 354_871_296), (2, 256, 178_100_224), (1, 1, 354_823_168)]
+)
+def test_a_rank_has_as_many_parameters_as_megatron_printed(pool, tp, multiple, parameters):
+    """Printed by Megatron-LM's runs of GPT-2 medium, 50,257 tokens padded to a multiple, 2021."""
+    settings = GPT2_MEDIUM | {"pad_vocab_multiple": multiple}
+    for part in pool.run(parts_on_meta, tp, settings, 50257):
+        assert sum(part.values()) == parameters
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_two_tensor_ranks_have_half_of_every_matrix_each(pool, style):
+    settings = GPT2_MEDIUM | {"style": style, "d_ff": 4096}
+    (whole,) = pool.run(parts_on_meta, 1, settings, 50257)
+    for part in pool.run(parts_on_meta, 2, settings, 50257):
+        for name, elements in whole.items():
+            is_matrix = name.endswith("weight") and "norm" not in name and not name.startswith("positions")
+            assert not is_matrix or part[name] * 2 == elements, name
+
+
+class Kept:
+    """Counts the bytes that the graphs now alive keep for their backward passes, weights left out."""
+
+    def __init__(self, weights):
+        self.now = self.most = 0
+        self.weights = {local(weight).untyped_storage().data_ptr() for weight in weights}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def _pack(self, tensor):
+        is_weight = tensor.untyped_storage().data_ptr() in self.weights
+        return _Saved(tensor, self, 0 if is_weight else tensor.nbytes)
+
+
+class _Saved:
+    """A saved tensor, as long as its graph lives."""
+
+    def __init__(self, tensor, kept, size):
+        self.tensor, self.kept, self.size = tensor, kept, size
+        kept.now += size
+        kept.most = max(kept.most, kept.now)
+
+    def __del__(self):
+        self.kept.now -= self.size
+
+
+def most_kept(run_dir, values):
+    """Run a step; return the most bytes that this rank kept at once."""
+    job = make_job(run_dir, values)
+    kept = Kept(job.model.named_weights().values())
+    with kept.hooks:
+        forward_backward(job, job.task.batch(1))
+    gc.collect()
+    assert kept.now == 0
+    return kept.most
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_1f1b_keeps_activations_of_as_many_micro_batches_as_there_are_stages_to_come(
+    pool, data, tmp_path, stages
+):
+    """GPipe keeps those of all of them, here 8."""
+
+    def run(words):
+        values = tiny_config(
+            data,
+            model={"n_layers": 4, "n_heads": 4},
+            train={"micro_batch_size": 2},
+            parallel=settings_of(parse_layout(words)),
+        )
+        return pool.run(most_kept, stages, tmp_path / words, values)
+
+    everything, few = run(f"pp{stages}+gpipe"), run(f"pp{stages}")
+    for rank in range(stages):
+        assert few[rank] * 8 == pytest.approx(everything[rank] * (stages - rank), rel=0.01)

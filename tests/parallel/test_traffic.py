@@ -1,0 +1,164 @@
+"""What each level of ZeRO sends and holds, counted: design.md's table, with P parameters and n ranks."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shoal.config.layout import parse_layout, settings_of
+from shoal.tasks.gpt import Gpt
+from shoal.train.step import clip, forward_backward, update
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import make_job, tiny_config
+
+GATHERS = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # names by the version of torch
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter")
+# Large enough for weights to be nearly all that a rank holds; no dim is odd, so that shards need no padding.
+SHAPE = {"n_layers": 4, "d_model": 128, "n_heads": 4, "max_seq_len": 16}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def values_of(data, words, micro_steps=1):
+    layout = parse_layout(words)
+    train = {"micro_batch_size": 16 // layout.dp // micro_steps}
+    return tiny_config(data, model=SHAPE, train=train, parallel=settings_of(layout))
+
+
+def take_step(job, step):
+    loss = forward_backward(job, job.task.batch(step))
+    assert update(job, step, loss, clip(job))
+
+
+class Traffic:
+    """While it is open, counts the elements of the whole tensors that this rank hands to collectives."""
+
+    def __init__(self, job):
+        self.job = job
+        self.gathered = self.scattered = self.reduced = 0
+        self.honest = {n: getattr(dist, n) for n in (*GATHERS, *SCATTERS, "all_reduce") if hasattr(dist, n)}
+
+    def __enter__(self):
+        for name, honest in self.honest.items():
+            setattr(dist, name, self._counted(name, honest))
+        return self
+
+    def __exit__(self, *failure):
+        for name, honest in self.honest.items():
+            setattr(dist, name, honest)
+
+    def _counted(self, name, honest):
+        def collective(*args, **named):
+            if named.get("group") is not self.job.process.control:  # agreements on single numbers
+                output = (
+                    args[0] if args else next(named[n] for n in ("output_tensor", "output") if n in named)
+                )
+                inputs = args[1] if len(args) > 1 else named.get("input_tensor", named.get("input"))
+                self._count(name, output, inputs)
+            return honest(*args, **named)
+
+        return collective
+
+    def _count(self, name, output, inputs):
+        if name in GATHERS:
+            self.gathered += output.numel()
+        elif name in SCATTERS:
+            self.scattered += inputs.numel()
+        else:
+            self.reduced += output.numel()
+
+
+def traffic_of_a_step(run_dir, values):
+    """Return how often the second step gathers, scatters and reduces all parameters."""
+    job = make_job(run_dir, values)
+    take_step(job, 1)
+    parameters = sum(weight.numel() for weight in job.model.named_weights().values())
+    with Traffic(job) as traffic:
+        take_step(job, 2)
+    return tuple(n / parameters for n in (traffic.gathered, traffic.scattered, traffic.reduced))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize(
+    ("words", "gathers", "scatters", "reduces"),
+    [
+        ("dp2", lambda k: 0, lambda k: 0, lambda k: 1),
+        ("zero1x2", lambda k: 1, lambda k: 1, lambda k: 0),
+        ("zero2x2", lambda k: 1, lambda k: k, lambda k: 0),
+        ("zero3x2", lambda k: 2 * k, lambda k: k, lambda k: 0),
+        (
+            "dp2*zero2x2",
+            lambda k: 1,
+            lambda k: k,
+            lambda k: 0.5,
+        ),  # a half each, of which both replicas have one
+    ],
+)
+def test_a_step_sends_what_its_level_of_zero_promises(
+    pool, data, tmp_path, words, micro_steps, gathers, scatters, reduces
+):
+    values = values_of(data, words, micro_steps)
+    for counted in pool.run(traffic_of_a_step, parse_layout(words).world_size, tmp_path, values):
+        assert counted == (gathers(micro_steps), scatters(micro_steps), reduces(micro_steps))
+
+
+def storages():
+    """Return the bytes of every tensor storage that is alive, by address; a shared one once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.requires_grad and t.grad is not None]
+    plain = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    found = [t.untyped_storage() for t in plain if t.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def held_by_a_rank(run_dir, values):
+    """Return what is alive between two micro-steps and between two steps, in bytes a parameter and number."""
+    before = storages()
+
+    def held():
+        return sum(size for address, size in storages().items() if address not in before)
+
+    seen = []
+    honest = Gpt.run
+
+    def run(self, model, micro, inputs=None):
+        seen.append(held())
+        return honest(self, model, micro, inputs)
+
+    Gpt.run = run
+    try:
+        job = make_job(run_dir, values)
+        take_step(job, 1)
+        take_step(job, 2)
+    finally:
+        Gpt.run = honest
+    job.optimiser.zero_grad()
+    unit = 4 * sum(weight.numel() for weight in job.model.named_weights().values())
+    return seen[-1] / unit, held() / unit
+
+
+@pytest.mark.parametrize(
+    ("words", "between_micro_steps", "between_steps"),
+    [
+        ("dp2", 1 + 2 + 1, 3),
+        ("zero1x2", 3 / 2 + 1 + 1, 3 / 2),
+        ("zero2x2", 3 / 2 + 1 + 1 / 2, 3 / 2),
+        ("zero3x2", 3 / 2 + 1 / 2, 3 / 2),
+        ("zero3x4", 3 / 4 + 1 / 4, 3 / 4),
+        ("dp2*zero2x2", 3 / 2 + 1 + 1 / 2, 3 / 2),
+    ],
+)
+def test_a_rank_holds_what_its_level_of_zero_promises(
+    pool, data, tmp_path, words, between_micro_steps, between_steps
+):
+    """Weights, two moments and gradients as the table has them, to a hundredth."""
+    values = values_of(data, words, 2)
+    for micro, step in pool.run(held_by_a_rank, parse_layout(words).world_size, tmp_path, values):
+        assert micro == pytest.approx(between_micro_steps, rel=0.01)
+        assert step == pytest.approx(between_steps, rel=0.01)
