@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-MAX_WORKERS = 4
+MAX_WORKERS = 8
 PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"]
 GRACE_S = 5.0  # what the peers of a failed rank get to notice it, before they are replaced
 

@@ -8,6 +8,8 @@ from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training
 from tests.train.test_parity import values_of
 
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
+
 
 def run_each(run_dir, every):
     """Train once for each of some layouts' values."""
@@ -22,6 +24,6 @@ def test_compiled_layouts_train_as_one_plain_process_does(pool, tmp_path, model,
     plain = values_of(data, parse_layout("1"), model)
     expected = pool.run(run_training, 1, tmp_path / "plain", plain)[0]["losses"]
     every = {words: values_of(data, parse_layout(words), model, train={"compile": "on"}) for words in layouts}
-    for losses in pool.run(run_each, 2, tmp_path, every, timeout=280)[:1]:
+    for losses in pool.run(run_each, 2, tmp_path, every, timeout=800)[:1]:
         for words, curve in losses.items():
             np.testing.assert_allclose(curve, expected, rtol=2e-6, err_msg=words)

@@ -1,6 +1,7 @@
 """What a rank holds of a model that is cut by tensors or layers: parameters, and activations in flight."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from shoal.config.layout import parse_layout, settings_of
 from shoal.config.sections import Model
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
-from shoal.parallel.tensor import TensorParallel, local, own_part
+from shoal.parallel.tensor import Axis, TensorParallel, local, own_part
 from shoal.train.step import forward_backward
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import make_job, tiny_config
@@ -31,7 +32,7 @@ def parts_on_meta(settings, vocab_size):
         model = Decoder(shape)
     if dist.get_world_size() > 1:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        TensorParallel(mesh["tp"], sequence=False).cut(model)
+        TensorParallel(Axis(mesh["tp"], lambda _: nullcontext()), sequence=False).cut(model)
     return {name: own_part(weight)[0].numel() for name, weight in model.named_weights().items()}
 
 

@@ -1,13 +1,17 @@
-"""Every layout against every other."""
+"""Every layout: its checkpoints under every other, and its curve with every kind of model."""
 
 import time
 
 import pytest
 
 from benchmarks.record import write_record
+from shoal.config.layout import parse_layout
 from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training
+from tests.train.test_parity import CASES, MODELS, check, values_of
 from tests.train.test_reshard import STYLES, check_matrix
 
+THREE_AXES = ("pp2*dp2*tp2", "pp2+interleaved*zero3x2*tp2+sp")  # 8 processes
 LAYOUTS = (
     "1",
     "dp2",
@@ -41,3 +45,21 @@ def test_every_checkpoint_loads_under_every_layout(pool, tmp_path):
             "seconds": seconds,
         },
     )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_trains_as_one_process_does(pool, tmp_path, model, recompute):
+    data = random_dataset(tmp_path / "walk")
+    one = values_of(data, parse_layout("1"), model)
+    (reference,) = pool.run(run_training, 1, tmp_path / "1", one)
+    for words in (*dict.fromkeys(words for words, _, _ in CASES), *THREE_AXES):
+        layout = parse_layout(words)
+        if layout.schedule == "zero_bubble" and recompute == "full":
+            continue  # refused
+        values = values_of(data, layout, model, recompute)
+        ranks = pool.run(run_training, layout.world_size, tmp_path / words, values, timeout=300)
+        try:
+            check(ranks, reference)
+        except AssertionError as error:
+            raise AssertionError(f"{words}: {error}") from error

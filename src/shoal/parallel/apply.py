@@ -96,6 +96,18 @@ class CutModel(Generic[T]):
             total += loss.detach()
         return total
 
+    def forget_gradients(self) -> None:
+        """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
+        weights = list(self.named_weights().values())
+        in_buckets = (
+            [w.grad for w in weights if w.grad is not None] if self.forward is not self.parts[0] else []
+        )
+        if in_buckets:
+            torch._foreach_zero_(in_buckets)
+            return
+        for weight in weights:
+            weight.grad = None
+
     def finish_gradients(self) -> None:
         """Return when every gradient is the sum over all that hold a part of the batch. Collective."""
         if self.sync is not None:

@@ -36,11 +36,6 @@ class Optimiser:
         for part in self._parts:
             part.step()
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for part in self._parts:
-            part.zero_grad(set_to_none=True)
-
 
 def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimiser:
     """Make the optimiser of the configuration; matrices and embeddings decay, biases and norms do not.
@@ -117,12 +112,12 @@ def optimiser_tensors(named: dict[str, nn.Parameter], optimiser: Optimiser) -> d
 def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
     """Take a step of rate 0 on zero gradients, and do not count it.
 
-    torch makes the state lazily and offers no other way.
+    torch makes the state lazily and offers no other way. One parameter after the other: all their gradients
+    together would be more than a rank that loads a checkpoint has to have.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimiser.step(0.0)
-    optimiser.zero_grad()
-    for parameter in parameters:
+        optimiser.step(0.0)
+        parameter.grad = None
         if (count := optimiser.state_of(parameter).get("step")) is not None:
             count.zero_()

@@ -17,7 +17,7 @@ def forward_backward(job: Job, batch: HostBatch) -> float:
     Losses are summed and divided once, by the global number of tokens, so no layout changes the result.
     Collective over the world.
     """
-    job.optimiser.zero_grad()
+    job.model.forget_gradients()
     with job.clock.phase("data"):
         micro_batches = job.task.micro_batches(batch)
     total = job.model.forward_backward(micro_batches, job.precision.scaler.scale / batch.global_tokens)
