@@ -20,26 +20,32 @@ from shoal.parity.trial import run_trial
 def broken(layout):
     """Leave out one sum of step 1 on all ranks. The model has two layers."""
     if layout == "dp2":  # the one bucket of gradients; call 1 settles the buckets
-        return without_call(dist, "all_reduce", 2, lambda tensor, **_: tensor.dtype == torch.float32)
-    if layout in ("tp2", "pp2*tp2"):  # what enters the last MLP, backward: after five forward and the head's
-        return without_call(Axis, "all_reduce", 7, lambda axis, x: True)
+        return without_call(dist, "all_reduce", 2, is_fp32, instead=Mock())
+    if layout == "tp2":  # what enters the last MLP, backward: after five forward and the head's
+        return without_call(Axis, "all_reduce", 7)
+    if layout == "tp2+sp":  # what leaves the last attention, forward: after the embedding and a block
+        return without_call(Axis, "reduce_scatter", 4, instead=lambda axis, parts: parts[axis.rank].clone())
     if layout == "pp2":  # of the embedding that first and last stage share
         return patch.object(SumAfterBackward, "run", lambda self: None)
     return nullcontext()
 
 
-def without_call(place, name, number, counts):
-    """Patch a function so that its `number`-th call, of those that count, returns what it was given."""
+def without_call(place, name, number, counts=lambda *_, **__: True, instead=lambda *given, **_: given[-1]):
+    """Patch a function so that its `number`-th call, of those that count, returns something else."""
     honest, calls = getattr(place, name), 0
 
     def leaky(*arguments, **options):
         nonlocal calls
         calls += (counted := counts(*arguments, **options))
         if counted and calls == number:
-            return Mock() if options.get("async_op") else arguments[-1]
+            return instead(*arguments, **options)
         return honest(*arguments, **options)
 
     return patch.object(place, name, leaky)
+
+
+def is_fp32(tensor, **_):
+    return tensor.dtype == torch.float32
 
 
 def break_one_all_reduce(process, tell, trial):

@@ -16,6 +16,7 @@ from tests.tiny_dataset import random_dataset
 from tests.train.ranks import TINY
 
 LLAMA = {"style": "llama", "n_heads": 4, "n_kv_heads": 2}
+OUTPUTS = ["embed", "blocks.0", "blocks.1", "norm"]
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 
@@ -38,6 +39,7 @@ def test_layouts_agree_with_one_process(tmp_path, capsys, model):
         kinds = [finding["kind"] for finding in row["findings"]]
         assert kinds.count("gradient") == kinds.count("weight") == kinds.count("start") > 10
         assert (kinds.count("loss"), kinds.count("norm"), kinds.count("validation")) == (3, 3, 1)
+        assert [f["name"] for f in row["findings"] if f["kind"] == "output"] == OUTPUTS
         assert all(f["difference"] <= f["allowed"] for f in row["findings"])
         assert any(f["difference"] > 0 for f in row["findings"])  # it is another run that was compared
     keys = [f"blocks.{layer}.attention.k.bias" for layer in range(2)]
@@ -46,19 +48,23 @@ def test_layouts_agree_with_one_process(tmp_path, capsys, model):
 
 def test_one_all_reduce_left_out_is_found_and_named(tmp_path, capsys):
     file = tmp_path / "parity.json"
-    status = parity(config_of(), "dp2, tp2, pp2, zero2x2", steps=2, json=file, run=break_one_all_reduce)
+    status = parity(
+        config_of(), "dp2, tp2, tp2+sp, pp2, zero2x2", steps=2, json=file, run=break_one_all_reduce
+    )
     rows = {row["layout"]: row for row in json.loads(file.read_text())["layouts"]}
     screen = capsys.readouterr().out
     assert status == 1
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "dp2": "bug",
         "tp2": "bug",
+        "tp2+sp": "bug",
         "pp2": "bug",
         "zero2x2": "rounding",
     }
     assert {name: row["first"] and row["first"]["name"] for name, row in rows.items()} == {
         "dp2": "norm.bias",  # all gradients: the last one is the first of the backward pass
         "tp2": "blocks.1.mlp_norm.bias",  # what was not summed enters the MLP of block 1
+        "tp2+sp": "blocks.1",  # what its attention puts out, forward
         "pp2": "embed.weight",  # and no other
         "zero2x2": None,
     }
@@ -70,6 +76,8 @@ def test_one_all_reduce_left_out_is_found_and_named(tmp_path, capsys):
     assert not any(name.startswith("blocks.1.mlp.") for name in wrong["tp2"])
     assert "dp2: a bug, in data parallelism (dp2)." in screen
     assert "is blocks.1.mlp_norm.bias, on rank" in screen
+    assert "tp2+sp: a bug, in tensor parallelism (tp2+sp)." in screen  # without +sp it is broken, too
+    assert "The forward pass of step 1 parts ways in blocks.1: the size of what it puts out differs" in screen
 
 
 def test_the_axis_to_blame_is_sought_among_those_of_the_layout():

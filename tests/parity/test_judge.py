@@ -11,13 +11,13 @@ from shoal.parity.trial import Distance, Outcome
 NAMES = ["embed.weight", "block.weight", "norm.weight"]
 
 
-def outcome(loss=2.0, *, validation=None, **differences):
+def outcome(loss=2.0, *, block=5.0, **differences):
     """Return what a rank saw: gradients of norm 1, weights of norm 10 that went 0.1."""
     tensors = {kind: {name: Distance(0.0, 1.0) for name in NAMES} for kind in ("start", "gradient")}
     tensors["weight"] = {name: Distance(0.0, 10.0) for name in NAMES}
     for kind, changed in differences.items():
         tensors[kind].update(changed)
-    return Outcome([loss, 1.5], [3.0, 2.0], validation, tensors)
+    return Outcome({"embed": 1.0, "block": block}, [loss, 1.5], [3.0, 2.0], 2.5, tensors)
 
 
 def judge(*reordered):
@@ -59,7 +59,7 @@ def test_what_is_allowed_of_a_loss(loss, is_bug):
     found = verdict(judge(), outcome(), outcome(loss))
     assert found.is_bug is is_bug
     assert ("The loss of step 1 differs" in found.sentence()) is is_bug
-    assert ("the forward pass is wrong already" in found.sentence()) is is_bug
+    assert ("the forward pass is at fault" in found.sentence()) is is_bug
 
 
 def test_another_order_of_additions_raises_the_floor_of_its_tensor_alone():
@@ -81,6 +81,13 @@ def test_the_first_gradient_is_the_first_of_the_backward_pass():
     found = verdict(judge(), outcome(gradient=wrong, weight={"embed.weight": Distance(1.0, 10.0)}))
     assert (found.first.kind, found.first.name) == ("gradient", "block.weight")
     assert "so do 1 more of 3" in found.sentence()
+
+
+@pytest.mark.parametrize(("block", "is_bug"), [(5 + 8e-6, False), (5 + 12e-6, True), (math.inf, True)])
+def test_an_output_that_parts_ways_comes_before_its_gradients(block, is_bug):
+    found = verdict(judge(), outcome(2.1, block=block, gradient={"block.weight": Distance(0.5, 1.0)}))
+    assert found.first.kind == ("output" if is_bug else "gradient")
+    assert ("The forward pass of step 1 parts ways in block: the size" in found.sentence()) is is_bug
 
 
 def test_a_tensor_that_no_rank_has_is_a_bug():

@@ -6,7 +6,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from shoal.errors import ConfigError, InputError
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
 from shoal.parity.crew import Crew
-from shoal.parity.judge import CURVE, CURVES, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
+from shoal.parity.judge import CURVE, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
 from shoal.parity.synthetic import write_dataset
 from shoal.parity.trial import Outcome, RunTrial, Trial, run_trial
 from shoal.runtime.files import write_json
@@ -53,11 +53,16 @@ class Laboratory:
     _count: int = field(default=0)
 
     def trial(
-        self, what: str, layout: Layout, *, is_reference: bool = False, **settings: Any
+        self,
+        what: str,
+        layout: Layout,
+        *,
+        is_reference: bool = False,
+        reorder: bool = False,
+        **settings: Any,
     ) -> list[Outcome]:
         """Train under a layout and return what each rank saw; `settings` replace some of [train]."""
         self._count += 1
-        reorder = bool(settings.pop("reorder", False))
         trial = Trial(
             under(self.config, layout, **settings),
             self.steps,
@@ -185,7 +190,7 @@ def _reference(laboratory: Laboratory, base: Layout) -> Judge:
     name = "one process" if base.world_size == 1 else str(base)
     reference = laboratory.trial(f"reference ({name})", base, is_reference=True)
     said = f"{laboratory.seconds:5.1f} s  reference: {name}"
-    orders: list[dict[str, Any]] = [{"micro_batch_size": size} for size in _other_sizes(config, base)]
+    orders: list[dict[str, Any]] = [{"micro_batch_size": size} for size in _other_size(config, base)]
     orders += [{"reorder": True}] if config.train.compile == "off" else []
     reordered = [laboratory.trial(f"reference in another order ({name})", base, **order) for order in orders]
     laboratory.console.print(said, highlight=False)
@@ -195,12 +200,12 @@ def _reference(laboratory: Laboratory, base: Layout) -> Judge:
     return Judge(order, reference, reordered)
 
 
-def _other_sizes(config: Config, base: Layout) -> Iterator[int]:
-    """Yield one other micro-batch size that the reference's layout allows: the next smaller, else larger."""
+def _other_size(config: Config, base: Layout) -> list[int]:
+    """Return another micro-batch size, if the layout allows any: the next smaller one, else larger."""
     micro = config.train.micro_batch_size
     sizes = [*range(micro - 1, 0, -1), *range(micro + 1, config.train.global_batch_size + 1)]
     fitting = (size for size in sizes if _is_allowed(config, base, micro_batch_size=size))
-    yield from itertools.islice(fitting, 1)
+    return list(itertools.islice(fitting, 1))
 
 
 def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> Verdict:
@@ -210,18 +215,18 @@ def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> Verdict:
     if not verdict.is_bug:
         return verdict
 
-    def fails(words: str) -> bool:
+    def fails(words: str) -> bool | None:
         simpler = parse_layout(words)
         if not _is_allowed(laboratory.config, simpler):
-            return False
+            return None
         findings = judge.findings(laboratory.trial(f"layout {layout}: {words} alone", simpler))
         return any(finding.parts_ways for finding in findings)
 
     return replace(verdict, suspect=suspect_of(layout, fails))
 
 
-def suspect_of(layout: Layout, fails: Callable[[str], bool]) -> str:
-    """Name the axis that fails by itself."""
+def suspect_of(layout: Layout, fails: Callable[[str], bool | None]) -> str:
+    """Name the axis that fails by itself; `fails` says None of a layout that no rule allows."""
     words = str(layout).split("*")
     if layout.world_size == 1:
         return "though nothing is cut"
@@ -229,48 +234,44 @@ def suspect_of(layout: Layout, fails: Callable[[str], bool]) -> str:
         if len(words) > 1 and not fails(word):
             continue
         plain, _, extra = word.partition("+")
-        if extra and not fails(plain):
+        if extra and fails(plain) is False:
             what = "sequence parallelism" if extra == "sp" else f"the schedule {extra}"
             return f"in {what} ({plain} without it agrees)"
         return (
             f"in {axis_of(word)} ({word})" if len(words) == 1 else f"in {axis_of(word)} ({word} alone fails)"
         )
-    return f"in how {' and '.join(words)} work together (each of them alone agrees)"
+    return f"in how {' and '.join(words)} work together (none of them fails alone)"
 
 
 def _print(console: Console, judge: Judge, base: Layout, verdicts: list[Verdict]) -> None:
     """Print differences and what is allowed as a table, then a sentence a layout."""
     other = str(base) if base.world_size > 1 else "one process"
     table = Table("layout", title=f"largest difference from {other}, relative")
+    curves = ("loss", "norm", "validation")
     for heading in ("loss", "norm", "valid.", "gradient", "weight"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for verdict in verdicts:
-        cells = [_cell(verdict.worst(kind)) for kind in (*CURVES, "gradient", "weight")]
+        cells = [_cell(verdict.worst(kind)) for kind in (*curves, "gradient", "weight")]
         mark = "[red]bug[/]" if verdict.is_bug else "[green]rounding[/]"
         table.add_row(str(verdict.layout), *cells, mark)
-    limits = [f"{max(judge.curve_floors[kind], CURVE):.1e}" for kind in CURVES]
+    limits = [f"{max(judge.curve_floors[kind], CURVE):.1e}" for kind in curves]
     table.add_section()
     table.add_row("allowed", *limits, f"{GRADIENT:.1e}*", f"{MOVED:.1e}*", "* or floor")
     console.print(table)
-    for verdict in verdicts:
-        console.print(escape(verdict.sentence()), highlight=False, soft_wrap=True)
+    sentences = [verdict.sentence() for verdict in verdicts]
     if judge.below_floor:
-        console.print(
-            escape(
-                f"Apart: {len(judge.below_floor)} tensor(s) whose gradient is zero but for rounding: "
-                f"{', '.join(judge.below_floor)}."
-            ),
-            highlight=False,
-            soft_wrap=True,
+        sentences.append(
+            f"Apart: {len(judge.below_floor)} tensor(s) whose gradient is zero but for rounding: "
+            f"{', '.join(judge.below_floor)}."
         )
     if judge.curve_floors["loss"] > _SHAKY:
-        console.print(
+        sentences.append(
             f"Rounding grows in these steps until the losses differ by {judge.curve_floors['loss']:.1e}: "
-            "the gradients of step 1 are the sharper test, or take a smaller --optimizer.lr.",
-            highlight=False,
-            soft_wrap=True,
+            "the gradients of step 1 are the sharper test, or take a smaller --optimizer.lr."
         )
+    for sentence in sentences:
+        console.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
 def _cell(finding: Finding | None) -> str:

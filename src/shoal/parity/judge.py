@@ -17,11 +17,11 @@ FACTOR = 8.0  # a floor is that many times the largest difference that another o
 ULPS = 4.0  # and at least so many units in the last place of fp32
 ULP = 2.0**-23
 GRADIENT = 1e-5  # of a tensor's norm: a gradient of step 1 may always differ so much
-CURVE = 2e-6  # the same of losses and gradient norms
+CURVE = 2e-6  # the same of losses, gradient norms and the size of what a module puts out
 MOVED = 1e-2  # of the distance that a weight went: Adam makes much of gradients that are almost zero
 
 TENSORS = ("start", "gradient", "weight")
-CURVES = ("loss", "norm", "validation")
+CURVES = ("loss", "norm", "validation", "output")
 _AXES = {"dp": "data parallelism", "zero": "ZeRO", "tp": "tensor parallelism", "pp": "the pipeline"}
 
 
@@ -30,7 +30,7 @@ class Finding:
     """The difference of one thing from the reference's, and what is allowed."""
 
     kind: str  # of TENSORS or CURVES
-    name: str  # of the tensor; the step of a loss or norm
+    name: str  # of the tensor or module; the step of a loss or norm
     rank: int  # where it is largest
     difference: float
     base: float  # what it is a part of: the reference's norm or value, or the distance a weight went
@@ -97,13 +97,13 @@ class Judge:
         floor = 0.0 if kind == "start" else floor
         return Finding(kind, name, rank, worst.difference, base, floor, max(floor, allowed), worst.share)
 
-    def _curve_findings(self, ranks: list[dict[str, list[float]]]) -> Iterator[Finding]:
+    def _curve_findings(self, ranks: list[dict[str, dict[str, float]]]) -> Iterator[Finding]:
         for kind, curve in self._curves.items():
             floor = self.curve_floors[kind]
-            for place, value in enumerate(curve):
-                gaps = [_gap(curves[kind][place], value) for curves in ranks]
+            for name, value in curve.items():
+                gaps = [_gap(curves[kind][name], value) for curves in ranks]
                 rank = max(range(len(gaps)), key=gaps.__getitem__)
-                base, name = abs(value), str(place + 1)
+                base = abs(value)
                 yield Finding(kind, name, rank, gaps[rank], base, floor * base, max(floor, CURVE) * base)
 
 
@@ -123,8 +123,8 @@ class Verdict:
 
     @property
     def first(self) -> Finding | None:
-        """Return the first tensor that parts ways: gradients come before weights, in backward's order."""
-        for kind in TENSORS:
+        """Return what parts ways first in the order of a step: outputs come before gradients."""
+        for kind in ("start", "output", "gradient", "weight"):
             if wrong := [f for f in self.findings if f.kind == kind and f.parts_ways]:
                 return wrong[-1 if kind == "gradient" else 0]
         return None
@@ -159,23 +159,23 @@ class Verdict:
                 where = "" if kind == "validation" else f" of step {wrong.name}"
                 allowed = f"allowed {wrong.relative(wrong.limit):.1e}"
                 words += f" The {name}{where} differs by {_part(wrong)} ({allowed})"
-                words += (
-                    ": the forward pass is wrong already." if (kind, wrong.name) == ("loss", "1") else "."
-                )
+                words += ": the forward pass is at fault." if (kind, wrong.name) == ("loss", "1") else "."
         return words
 
     def _name(self, first: Finding) -> str:
+        sizes = f"(floor {first.relative(first.floor):.1e}, allowed {first.relative(first.limit):.1e})"
+        if first.kind == "output":
+            words = f" The forward pass of step 1 parts ways in {first.name}: the size of what it puts out "
+            return words + f"differs by {_part(first)} {sizes}."
         what, of = {
             "start": ("initial weight", "its norm"),
             "gradient": ("gradient of step 1, in the order of the backward pass,", "its norm"),
             "weight": ("weight after the last step", "the way that it went"),
         }[first.kind]
-        same = [f for f in self.findings if f.kind == first.kind]
+        same = [f.parts_ways for f in self.findings if f.kind == first.kind]
         words = (
             f" The first {what} that parts ways is {first.name}, on rank {first.rank}: it differs by "
-            f"{_part(first)} of {of} (floor {first.relative(first.floor):.1e}, allowed "
-            f"{first.relative(first.limit):.1e}); so do {sum(f.parts_ways for f in same) - 1} more of "
-            f"{len(same)}."
+            f"{_part(first)} of {of} {sizes}; so do {sum(same) - 1} more of {len(same)}."
         )
         if first.kind == "gradient" and math.isfinite(first.share) and abs(first.share - 1) > 0.01:
             words += f" It holds {first.share:.2f} of what it should."
@@ -187,9 +187,14 @@ def axis_of(word: str) -> str:
     return next(axis for start, axis in _AXES.items() if word.startswith(start))
 
 
-def _curves(outcome: Outcome) -> dict[str, list[float]]:
-    validation = [] if outcome.validation is None else [outcome.validation]
-    return dict(zip(CURVES, (outcome.losses, outcome.norms, validation), strict=True))
+def _curves(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """Return each kind of CURVES as {name: value}."""
+    losses, norms = (
+        {str(step): value for step, value in enumerate(values, start=1)}
+        for values in (outcome.losses, outcome.norms)
+    )
+    validation = {} if outcome.validation is None else {"end": outcome.validation}
+    return dict(zip(CURVES, (losses, norms, validation, outcome.outputs), strict=True))
 
 
 def _gap(value: float, reference: float) -> float:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shoal.config.sections import Config
 from shoal.runtime.process import Process
@@ -49,6 +51,7 @@ class Distance:
 class Outcome:
     """What one rank saw."""
 
+    outputs: dict[str, float] = field(default_factory=dict)  # of step 1: module, root of the mean square
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validation: float | None = None
@@ -78,7 +81,8 @@ def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> Outco
     _compare(job, trial, outcome, "start", lambda name: weights[name].detach())
     for step in range(1, trial.steps + 1):
         job.clock.begin()
-        outcome.losses.append(forward_backward(job, job.task.batch(step)))
+        with _watched(job, outcome) if step == 1 and not job.compilation.on else nullcontext():
+            outcome.losses.append(forward_backward(job, job.task.batch(step)))
         if step == 1:
             _compare(job, trial, outcome, "gradient", lambda name: _gradient(job, weights[name]))
         outcome.norms.append(clip(job))
@@ -131,6 +135,37 @@ def _distance(tensor: Tensor, reference: Tensor) -> Distance:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+@contextmanager
+def _watched(job: Job, outcome: Outcome) -> Iterator[None]:
+    """Measure what embedding, blocks and last norm put out, over all ranks that hold a part. Collective.
+
+    A mean does not change where ranks hold the same, nor where recompute repeats it. Compiled blocks are left
+    alone.
+    """
+    names = ["embed", *(f"blocks.{layer}" for layer in range(job.shape.n_layers)), "norm"]
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+
+    def watch(place: int, module: nn.Module | None) -> None:
+        def add(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            square = output.detach().double().square().sum().cpu()
+            sums[place] += torch.stack((square, torch.tensor(output.numel())))
+
+        if module is not None:
+            handles.append(module.register_forward_hook(add))
+
+    handles: list[RemovableHandle] = []
+    for part in job.model.parts:
+        watch(0, part.embed)
+        watch(len(names) - 1, part.norm)
+        for layer, block in part.blocks.items():
+            watch(1 + int(layer), block)
+    yield
+    for handle in handles:
+        handle.remove()
+    totals = torch.tensor(job.process.sum(*sums.flatten().tolist())).view(-1, 2)
+    outcome.outputs = {n: math.sqrt(s / c) for n, (s, c) in zip(names, totals.tolist(), strict=True)}
 
 
 def _reverse_micro_batches(job: Job) -> None:
