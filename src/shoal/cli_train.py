@@ -195,12 +195,14 @@ def _launch(request: Any, nproc: int, max_restarts: int | None, hosts: Any = Non
     from shoal.runtime.device import logical_cores
     from shoal.runtime.launch import launch
     from shoal.runtime.log import log
+    from shoal.runtime.watch import limit_s
 
     if nproc > logical_cores():
         log.warning(
             f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
         )
-    return launch(sys.argv[1:], nproc, request.run_dir, 3 if max_restarts is None else max_restarts, hosts)
+    restarts = 3 if max_restarts is None else max_restarts
+    return launch(sys.argv[1:], nproc, request.run_dir, restarts, limit_s(request.config.runtime), hosts)
 
 
 def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout | None:

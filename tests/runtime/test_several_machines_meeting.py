@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -70,24 +71,43 @@ def test_a_failure_on_one_host_ends_the_attempt_on_all_with_one_cause(meet):
             (north, Failure(0, 1.0, "rank 0: connection closed", echo=True)),
             (south, Failure(2, 9.0, "rank 2 fell")),
         ],
-        lambda pair: pair[0].agree_on_cause(pair[1]),
+        lambda pair: pair[0].agree_on_cause(pair[1], f"seen with {pair[1].rank}"),
     )
-    assert [failure.sentence for failure in told] == [f"host {socket.gethostname()}: rank 2 fell"] * 2
+    assert [failure.sentence for failure, _ in told] == [f"host {socket.gethostname()}: rank 2 fell"] * 2
+    assert [evidence for _, evidence in told] == [["seen with 2"], ["seen with 0"]]
     together([north, south], lambda node: node.next_rendezvous())
     assert not north.disturbed(), "the failure of the last attempt is over"
-    watcher = threading.Thread(target=south.agree_on_cause, args=(Failure(3, 1.0, "rank 3 fell"),))
+    watcher = threading.Thread(target=south.agree_on_cause, args=(Failure(3, 1.0, "rank 3 fell"), 0))
     watcher.start()
     while not north.disturbed():  # though its own workers are well
         pass
-    assert "rank 3 fell" in north.agree_on_cause(None).sentence
+    assert "rank 3 fell" in north.agree_on_cause(None, 0)[0].sentence
     watcher.join()
+
+
+def test_where_workers_hang_there_is_no_cause_but_what_every_host_has_seen(meet):
+    nodes = meet(2)
+    together(nodes, lambda node: node.next_rendezvous())
+    told = together(nodes, lambda node: node.agree_on_cause(None, node.node))
+    assert told == [(None, [1]), (None, [0])]
+
+
+def test_what_is_shared_is_of_this_attempt(meet):
+    north, south = meet(2)
+    together([north, south], lambda node: node.next_rendezvous())
+    north.share("from north")
+    until = time.monotonic() + 10
+    while south.share("from south") != ["from north"] or north.share("from north") != ["from south"]:
+        assert time.monotonic() < until
+    together([north, south], lambda node: node.next_rendezvous())
+    assert north.share("") == []
 
 
 def test_a_host_that_falls_silent_is_named_as_the_cause_and_nothing_restarts(meet):
     north, south = meet(2)
     together([north, south], lambda node: node.next_rendezvous())
     south._leaving.set()  # what a power cut leaves behind: a board that no longer changes
-    failure = north.agree_on_cause(Failure(0, 1.0, "connection closed by peer", echo=True))
+    failure, _ = north.agree_on_cause(Failure(0, 1.0, "connection closed by peer", echo=True), 0)
     assert failure.fatal
     assert f"host {socket.gethostname()} (node 1) is lost" in str(failure)
     assert "run the same command on every host" in str(failure)

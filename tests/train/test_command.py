@@ -173,7 +173,7 @@ def test_a_rank_killed_too_often_ends_the_job_and_is_named_last(data, tmp_path):
                 time.sleep(0.05)
     status, screen = running.end()
     assert status == 1
-    assert "rank 1 was killed by signal 9 (SIGKILL)" in "".join(screen.splitlines()[-2:])
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in "".join(screen.splitlines()[-3:])
 
 
 def alive(pid):

@@ -236,6 +236,9 @@ class Runtime(Section):
     """Threads per worker; 0 means OMP_NUM_THREADS if set, else physical cores / workers."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait for another rank before the job is given up, in seconds."""
+    hang_s: NonNegativeFloat = 0.0
+    """Seconds without progress of any rank after which the job is ended, with a verdict that says which rank
+    holds it up and where; 0 means half of timeout_s."""
     max_time_s: NonNegativeFloat = 0.0
     """Save and exit with status 75 after this many seconds; 0 means no limit."""
     stop_after: NonNegativeInt = 0

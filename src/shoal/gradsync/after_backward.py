@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.runtime.ring import label
+
 _BUCKET_BYTES = 32 << 20
 
 
@@ -30,8 +32,9 @@ class SumAfterBackward:
     def run(self) -> None:
         """Replace every gradient by its sum. Collective over the group."""
         in_flight = []
-        for bucket in self._buckets():
+        for number, bucket in enumerate(self._buckets()):
             flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._dtype)
+            label(f"gradient bucket {number}")
             in_flight.append((bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         for bucket, flat, work in in_flight:
             assert work is not None, "this rank is not in the group"

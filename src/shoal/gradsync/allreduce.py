@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.runtime.ring import label
+
 
 class AllReduce:
     """A DDP communication hook that leaves the waiting to `wait`, so that exposed time can be measured.
@@ -33,6 +35,7 @@ class AllReduce:
     def _start(self, _state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         sent = buffer.to(self._dtype)  # the buffer itself where the format is its own
+        label(f"gradient bucket {bucket.index()}")
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None, "this rank is in no group"
         self._in_flight.append((work, sent, buffer))

@@ -18,8 +18,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from shoal.errors import EXIT_DONE, EXIT_STOPPED
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries
+from shoal.runtime.postmortem import conclude
 from shoal.runtime.rendezvous import Place, Rendezvous
+from shoal.runtime.ring import ring_path
 from shoal.runtime.stop import SIGNALS, STARTED, stop_marker, stopped_marker
+from shoal.runtime.watch import Watch, heard, told
 
 _LAUNCHED = "SHOAL_LAUNCHED"
 _MONITOR_S = 0.1
@@ -37,11 +40,17 @@ def launcher_pid() -> int | None:
 
 
 def launch(
-    arguments: list[str], nproc: int, run_dir: Path, max_restarts: int, rendezvous: Rendezvous | None = None
+    arguments: list[str],
+    nproc: int,
+    run_dir: Path,
+    max_restarts: int,
+    hang_s: float,
+    rendezvous: Rendezvous | None = None,
 ) -> int:
     """Run `python -m shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status.
 
-    `rendezvous` joins them to the workers of other hosts, whose launchers meet there too.
+    Workers that make no progress for `hang_s` seconds are ended, with a verdict. `rendezvous` joins them to
+    the workers of other hosts, whose launchers meet there too.
     """
     quieten_libraries()
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
@@ -59,7 +68,7 @@ def launch(
         max_restarts=max_restarts,
         monitor_interval=_MONITOR_S,
     )
-    agent = _Agent(spec, run_dir, rendezvous)
+    agent = _Agent(spec, run_dir, hang_s, rendezvous)
     agent.listen()
     # The agent would otherwise install handlers that end the workers without a save.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -76,10 +85,12 @@ class _Agent(LocalElasticAgent):
     torch 2.11 to 2.13.
     """
 
-    def __init__(self, spec: WorkerSpec, run_dir: Path, rendezvous: Rendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, run_dir: Path, hang_s: float, rendezvous: Rendezvous) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs())
         self._rendezvous_of_hosts = rendezvous
         self._run_dir = run_dir
+        self._hang_s = hang_s
+        self._watch: Watch  # of this attempt
         self._pids: dict[int, int] = {}
         self._last_failure: Failure | None = None
 
@@ -100,14 +111,21 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._pids = {}  # of the last attempt: no longer ours to signal
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        for rank in ranks:
+            ring_path(self._run_dir, rank).unlink(missing_ok=True)  # of an earlier start
         workers = super()._start_workers(worker_group)
         self._pids = dict(workers)
+        hosts = self._rendezvous_of_hosts
+        self._watch = Watch(self._run_dir, ranks, self._hang_s, hosts.own_host, hosts.share)
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY and self._rendezvous_of_hosts.disturbed():
-            result = RunResult(WorkerState.FAILED)  # of another host; the workers here end with it
+        if result.state == WorkerState.HEALTHY and (
+            self._rendezvous_of_hosts.disturbed() or self._watch.troubled()
+        ):
+            result = RunResult(WorkerState.FAILED)  # the workers here hang, or end with those of another host
         if result.is_failed():
             self._on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
         return result
@@ -118,11 +136,13 @@ class _Agent(LocalElasticAgent):
     def _on_failure(self, exit_codes: dict[int, int]) -> None:
         restarts = self._worker_group.spec.max_restarts - self._remaining_restarts
         here = first_cause(self._run_dir, restarts, exit_codes) if exit_codes else None
-        failure = self._rendezvous_of_hosts.agree_on_cause(here)
+        own = self._watch.views(stacks=here is None)
+        cause, others = self._rendezvous_of_hosts.agree_on_cause(here, told(own))
+        failure = conclude(self._run_dir, cause, own + heard(others))
         self._last_failure = failure
         if failure.fatal or stop_marker(self._run_dir).exists():
             self._remaining_restarts = 0
-        if failure.rank < 0:  # a host is lost: workers that wait for it in C++ hear no SIGTERM
+        if cause is None or cause.rank < 0:  # stopped ones, and those that wait in C++, hear no SIGTERM
             self._signal_workers(signal.SIGKILL)
         if self._remaining_restarts:
             log.info(f"\n{failure}")

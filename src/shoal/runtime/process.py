@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.errors import InputError
+from shoal.runtime import ring
+from shoal.runtime.collectives import recorded
 from shoal.runtime.device import Device, choose_backend, choose_threads, select_device
 from shoal.runtime.network import choose_interface, resolve
 
@@ -108,9 +112,18 @@ class Process:
         return self.sum(float(flag))[0] > 0
 
 
-def join(runtime: Runtime) -> Process:
-    """Join the process group with the seat the launcher gave, or alone. Collective over the world."""
+_recording = contextlib.ExitStack()
+
+
+def join(runtime: Runtime, run_dir: Path | None = None) -> Process:
+    """Join the process group with the seat the launcher gave, or alone. Collective over the world.
+
+    With `run_dir`, keep there what this rank does, for those who must say why a job hangs.
+    """
     seat = read_seat() or Seat()
+    if run_dir is not None:
+        ring.answer_with_stacks(run_dir, seat.rank)
+        _recording.enter_context(recorded(ring.Ring(run_dir, seat.rank)))
     device = select_device(runtime.device, seat.local_rank, seat.local_world_size)
     timeout = timedelta(seconds=runtime.timeout_s)
     dist.init_process_group(
@@ -128,7 +141,9 @@ def take_seat(seat: Seat, device: Device, runtime: Runtime) -> Process:
     timeout = timedelta(seconds=runtime.timeout_s)
     threads, reason = choose_threads(runtime, seat.local_world_size)
     torch.set_num_threads(threads)
-    control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    control, saving = (
+        dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in ("control", "saving")
+    )
     return Process(seat, device, threads, reason, control, saving)
 
 
@@ -136,6 +151,8 @@ def leave() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    ring.mark("done")
+    _recording.close()
 
 
 def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:

@@ -101,6 +101,11 @@ class Rendezvous(RendezvousHandler):
         return [str(self._board(node)["host"]) for node in range(self.nnodes)]
 
     @property
+    def own_host(self) -> str:
+        """The name of this host; empty where there is no other."""
+        return str(self._own["host"]) if self.nnodes > 1 else ""
+
+    @property
     def address(self) -> str:
         """The numeric address at which the hosts meet."""
         return self._address
@@ -115,28 +120,37 @@ class Rendezvous(RendezvousHandler):
         """Say whether the workers here must end because of another host."""
         return bool(self._lost()) or any(self._failure_of(node) for node in self._others())
 
-    def agree_on_cause(self, own: Failure | None) -> Failure:
-        """Tell the others how this attempt failed here, hear them, and return the first cause of all."""
+    def share(self, value: Any) -> list[Any]:
+        """Give the other nodes a JSON value, instead of the last one; return theirs of the same attempt."""
+        self._own["shared"] = {"attempt": self._attempt, "value": value}
+        boards = [self._boards.get(node, {}).get("shared", {}) for node in self._others()]
+        return [told["value"] for told in boards if told.get("attempt") == self._attempt]
+
+    def agree_on_cause(self, own: Failure | None, evidence: Any) -> tuple[Failure | None, list[Any]]:
+        """Tell the others how this attempt failed here, and hear them.
+
+        Return the first cause of all, None where the workers hang, and the other nodes' evidence.
+        """
         if self.nnodes == 1:
-            assert own is not None, "a failure without a cause"
-            return own
+            return own, []
         if own is not None:
             own = Failure(**{**asdict(own), "sentence": f"host {self._own['host']}: {own.sentence}"})
-        self._own["failure"] = {"attempt": self._attempt, "cause": own and asdict(own)}
+        failure = {"attempt": self._attempt, "cause": own and asdict(own), "evidence": evidence}
+        self._own["failure"] = failure
         until = time.monotonic() + 2 * LOST_S
         while (
             time.monotonic() < until and not self._lost() and not all(map(self._failure_of, self._others()))
         ):
             time.sleep(_BEAT_S / 2)
+        others = [told for node in self._others() if (told := self._failure_of(node))]
         causes = [own] if own else []
-        for node in self._others():
-            if (told := self._failure_of(node)) and told["cause"]:
-                causes.append(Failure(**told["cause"]))
+        causes += [Failure(**told["cause"]) for told in others if told["cause"]]
         causes += [
             Failure(-1, 0.0, f"{self._lost_sentence(node)}\n  hint: {_RUN_AGAIN}", fatal=True)
             for node in self._lost()[:1]
         ]
-        return min(causes, key=lambda cause: (cause.echo, cause.time))
+        first = min(causes, key=lambda cause: (cause.echo, cause.time), default=None)
+        return first, [told["evidence"] for told in others]
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet for the next attempt, with a store prefix of its own. Called by the agent."""

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from shoal.runtime.device import Device
+from shoal.runtime.ring import mark
 
 # "tp" is the time of tensor parallel exchanges, all of it within forward and backward.
 PHASES = ("data", "forward", "backward", "tp", "bubble", "communication", "optimiser")
@@ -31,8 +32,9 @@ class StepClock:
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
     _began: float = 0.0
 
-    def begin(self) -> None:
+    def begin(self, step: int | None = None) -> None:
         """Start a step."""
+        mark("", step)
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.spans.clear()
         self._began = self.now()
@@ -63,18 +65,20 @@ class StepClock:
 class Phase:
     """A stretch of a phase. A class, as a generator would cost three times as much."""
 
-    __slots__ = ("_clock", "_first", "_label", "_name")
+    __slots__ = ("_clock", "_first", "_label", "_name", "_outer")
 
     def __init__(self, clock: StepClock, name: str) -> None:
         self._clock = clock
         self._name = name
 
     def __enter__(self) -> None:
+        self._outer = mark(self._name)
         self._label = record_function(self._name).__enter__() if self._clock.profiled else None
         self._first = self._clock.read()
 
     def __exit__(self, *error: object) -> None:
         self._clock.spans.append((self._name, self._first, self._clock.read()))
+        mark(self._outer)
         if self._label is not None:
             self._label.__exit__(None, None, None)
 

@@ -21,7 +21,7 @@ def train(job: Job) -> bool:
         if job.evaluation_pending:  # stopped again before it was done
             return _finish(job, start)
     for step in range(start + 1, job.config.train.steps + 1):
-        job.clock.begin()
+        job.clock.begin(step)
         job.profiler.begin(step)
         with job.clock.phase("data"):
             batch = job.task.batch(step)

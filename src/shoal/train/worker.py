@@ -20,6 +20,7 @@ from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
+from shoal.runtime.watch import limit_s, watch_from_within
 from shoal.train.job import build_job
 from shoal.train.loop import train
 from shoal.train.page import print_page
@@ -47,10 +48,13 @@ def run(request: Request) -> int:
 
 
 def _train(request: Request) -> bool:
-    process = processes.join(request.config.runtime)
+    runtime = request.config.runtime
+    process = processes.join(runtime, request.run_dir)
+    if not launched_by_us() and process.world_size > 1:
+        watch_from_within(process.seat, request.run_dir, limit_s(runtime))
     if process.seat.is_on_several_hosts:
         _compare_hosts(request, process)
-    stop = Stop(process, request.run_dir, request.config.runtime, launched=launched_by_us())
+    stop = Stop(process, request.run_dir, runtime, launched=launched_by_us())
     stop.listen()
     job = build_job(request, process, stop)
     if process.rank == 0:

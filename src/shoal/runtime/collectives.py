@@ -1,0 +1,90 @@
+"""The one place that sees every operation between ranks, whoever calls for it; it knows torch's inside.
+
+All of torch.distributed's Python functions end in methods of ProcessGroup: our own calls, DDP's hook,
+FSDP2, pipelines, object collectives. They are replaced by ones that note the call first, as seen on torch
+2.11 to 2.13. Not seen: DDP's reducer without a hook, and the operators of traced code; Shoal uses neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.runtime.ring import Issued, Ring, install
+
+_METHOD = re.compile(
+    r"_?(all_?reduce|reduce_scatter|reduce|broadcast|all_?gather|gather|scatter|all_?to_?all|send|recv|(?:monitored_)?barrier)"
+    r"(_base|_single|(_into|_single)?(_tensor)?_coalesced)?"
+)
+# Which argument has the same shape on all ranks, if not the first one; None: shapes may differ.
+_COMPARED = {"all_gather": 1, "gather": 1, "all_to_all": None, "barrier": None}
+
+
+@contextlib.contextmanager
+def recorded(ring: Ring) -> Iterator[None]:
+    """Note every operation between ranks in `ring` while the context lasts."""
+    replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
+    for method, original in vars(dist.ProcessGroup).items():
+        if found := _METHOD.fullmatch(method):
+            replaced[dist.ProcessGroup, method] = original, _noting(_spoken(found[1]), original, ring)
+    wait = vars(dist.Work)["wait"]
+    replaced[dist.Work, "wait"] = wait, _waiting(wait, ring)
+    try:
+        for (owner, method), (_, noted) in replaced.items():
+            setattr(owner, method, noted)
+        install(ring)
+        yield
+    finally:
+        install(None)
+        for (owner, method), (original, _) in replaced.items():
+            setattr(owner, method, original)
+        ring.close()
+
+
+def _spoken(method: str) -> str:
+    """Return torch.distributed's name of what a method does: all_reduce for allreduce."""
+    name = re.sub("^all_?", "all_", method.removeprefix("monitored_"))
+    return "all_to_all" if name == "all_toall" else name
+
+
+def _noting(name: str, method: Callable[..., Any], ring: Ring) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        ring.record(name, lambda: _look(name, group, args))
+        return method(group, *args, **kwargs)
+
+    return noted
+
+
+def _look(name: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Issued:
+    index = _COMPARED.get(name, 0)
+    tensor = None if index is None or index >= len(args) else args[index]
+    while isinstance(tensor, (list, tuple)):
+        tensor = tensor[0] if tensor else None
+    direction = ""
+    if name in ("send", "recv"):
+        ends = (group.rank(), args[1])
+        direction = "{}>{}".format(*(ends if name == "send" else reversed(ends)))
+    return Issued(group.group_name, direction, tensor, lambda: _about(group, direction))
+
+
+def _waiting(wait: Callable[..., Any], ring: Ring) -> Callable[..., Any]:
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        ring.wait(1)
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            ring.wait(-1)
+
+    return waited
+
+
+def _about(group: dist.ProcessGroup, direction: str) -> tuple[str, list[int]]:
+    """Return a group's description and its ranks in the world, of which `direction` names two."""
+    ranks = dist.get_process_group_ranks(group)
+    if direction:
+        ranks = sorted(ranks[int(end)] for end in direction.split(">"))
+    return "" if group.group_desc in ("undefined", "default_pg") else group.group_desc, ranks

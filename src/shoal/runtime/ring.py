@@ -1,0 +1,311 @@
+"""What a rank did last, in a small file that others read when it cannot speak any more.
+
+ranks/rank-N/ring is mapped into memory: a record costs no system call, and stays when the process is stopped,
+killed or stuck. It is text, a JSON list a line, all lines equally long: first a heartbeat (step, phase,
+whether the rank waits for others), then each group with the number of operations issued in it, then the last
+operations. An operation has its number at both ends; one that is being written is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib.util
+import itertools
+import json
+import mmap
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, Concatenate, NamedTuple, ParamSpec
+
+from shoal.runtime.files import disk_error
+from shoal.runtime.log import log, rank_folder
+
+SLOTS = 512
+STACK_SIGNAL = signal.SIGUSR2  # Slurm's users like SIGUSR1 for their own ends
+UNRECORDED = "unrecorded"  # the phase of a rank that gave its ring up
+_CHANNELS = 64
+_LINE = 320
+_TEXT = 56  # characters of a text that are kept
+_MAX_TEXTS = 4096  # operations whose texts are kept ready; more would be shapes without end
+_words = threading.local()
+P = ParamSpec("P")
+
+
+class Operation(NamedTuple):
+    """One operation between ranks, as its rank issued it."""
+
+    channel: str
+    seq: int  # in its channel, from 1
+    step: int
+    time: float
+    name: str
+    shape: str
+    dtype: str
+    site: str  # file:line that called for it, outside of torch
+    function: str
+    words: str
+
+
+class Issued(NamedTuple):
+    """An operation that is about to be issued."""
+
+    group: str
+    direction: str  # "0>1" tells the two ways between two ranks apart
+    tensor: Any  # None where ranks may differ
+    about: Callable[[], tuple[str, list[int]]]  # gives the group's description and ranks
+
+
+class Channel(NamedTuple):
+    """A group, or one direction between two ranks of a group, as one rank knows it."""
+
+    seq: int  # operations that the rank has issued in it
+    description: str
+    ranks: list[int]
+
+
+@dataclass
+class RankView:
+    """What is known of a rank from outside."""
+
+    rank: int
+    state: str = "running"  # or done, stopped, gone, absent (no ring yet)
+    host: str = ""  # where there are several
+    pid: int = 0
+    beats: int = 0
+    step: int = 0
+    waiting: bool = False
+    phase: str = ""
+    channels: dict[str, Channel] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    stack: str = ""
+
+
+def _harmless(method: Callable[Concatenate[Ring, P], None]) -> Callable[Concatenate[Ring, P], None]:
+    """Keep training safe from the recording: its first error ends it, with a warning."""
+
+    def guarded(self: Ring, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if not self.given_up:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:
+                self.give_up(error)
+
+    return guarded
+
+
+class Ring:
+    """The writing end, in the rank itself."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """Make the file anew; its blocks are written at once, as a full disk would kill a mapped process."""
+        path = ring_path(run_dir, rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with path.open("w+b") as file:
+                file.write((b" " * (_LINE - 1) + b"\n") * (1 + _CHANNELS + SLOTS))
+                file.flush()
+                self._map = mmap.mmap(file.fileno(), 0)
+        except OSError as error:
+            raise disk_error(error, path) from error
+        self.given_up = False
+        self.phase = "start"
+        self._step = self._waits = 0
+        self._pid = os.getpid()
+        self._beats, self._numbers = itertools.count(1), itertools.count(1)
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[str, str], tuple[int, str, itertools.count[int]]] = {}
+        self._texts: dict[Any, str] = {}
+        self._beat()
+
+    @_harmless
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """Say what the main thread begins to do."""
+        self.phase = phase
+        self._step = self._step if step is None else step
+        self._beat()
+
+    @_harmless
+    def wait(self, change: int) -> None:
+        """Count a thread in (1) or out (-1) that waits for other ranks."""
+        with self._lock:
+            self._waits += change
+        self._beat()
+
+    @_harmless
+    def record(self, name: str, look: Callable[[], Issued]) -> None:
+        """Note an operation; `look` says in which group it is issued, and with what."""
+        issued = look()
+        channel = (issued.group, issued.direction)
+        row, told, sequence = self._channels.get(channel) or self._open(issued)
+        words = _words.__dict__.pop("next", "")
+        code, line = _call_site()
+        shape, dtype = (None, None) if issued.tensor is None else (issued.tensor.shape, issued.tensor.dtype)
+        key = (name, shape, dtype, code, line, words)
+        texts = self._texts.get(key) or self._spell(key)
+        number, seq = next(self._numbers), next(sequence)
+        at = 1 + _CHANNELS + number % SLOTS
+        self._write(at, f"[{number},{row},{seq},{self._step},{time.time():.3f},{texts},{number}]")
+        self._write(1 + row, f"[{seq},{told}]")
+
+    def give_up(self, error: Exception) -> None:
+        """Record no more; nobody may take the silence for a hang."""
+        self.given_up = True
+        with contextlib.suppress(Exception):
+            self.phase = UNRECORDED
+            self._beat()
+        log.warning(
+            f"warning: this rank's last operations are no longer recorded, so no hang is told: {error!r}"
+        )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.given_up = True
+        self._map.close()
+
+    def _beat(self) -> None:
+        waits = "true" if self._waits else "false"
+        self._write(0, f'[{self._pid},{next(self._beats)},{self._step},{waits},"{self.phase}"]')
+
+    def _write(self, line: int, text: str) -> None:
+        self._map[line * _LINE : (line + 1) * _LINE - 1] = text.encode().ljust(_LINE - 1)
+
+    def _open(self, issued: Issued) -> tuple[int, str, itertools.count[int]]:
+        """Give a channel its line."""
+        description, ranks = issued.about()
+        steps = {b - a for a, b in itertools.pairwise(ranks)} or {1}
+        # Groups lie regularly in the mesh; of another one only the ranks that used it are known.
+        span = [ranks[0], ranks[-1] + 1, *steps] if len(steps) == 1 else [0, 0, 1]
+        told = json.dumps([f"{issued.group[-_TEXT:]} {issued.direction}", description[:_TEXT], span])[1:-1]
+        with self._lock:
+            row = len(self._channels)
+            if row == _CHANNELS:
+                raise LookupError(f"more than {_CHANNELS} groups")
+            channel = (issued.group, issued.direction)
+            return self._channels.setdefault(channel, (row, told, itertools.count(1)))
+
+    def _spell(self, key: tuple[Any, ...]) -> str:
+        name, shape, dtype, code, line, words = key
+        texts = (
+            name,
+            "" if shape is None else str(list(shape)),
+            "" if dtype is None else str(dtype).removeprefix("torch."),
+            f"{Path(code.co_filename).name}:{line}" if code else "",
+            code.co_name if code else "",
+            words,
+        )
+        if len(self._texts) >= _MAX_TEXTS:
+            self._texts.clear()
+        self._texts[key] = json.dumps([text[:_TEXT] for text in texts])[1:-1]
+        return self._texts[key]
+
+
+_current: Ring | None = None
+
+
+def install(ring: Ring | None) -> None:
+    """Make `ring` the one that `mark` writes to; None ends that."""
+    global _current
+    _current = ring
+
+
+def recording() -> bool:
+    """Say whether this process keeps a ring now."""
+    return _current is not None
+
+
+def mark(phase: str, step: int | None = None) -> str:
+    """Say what this rank begins to do, where it keeps a ring; return what it did before."""
+    if _current is None:
+        return ""
+    before = _current.phase
+    _current.mark(phase, step)
+    return before
+
+
+def label(words: str) -> None:
+    """Give the next operation of this thread words for people, such as "gradient bucket 5"."""
+    _words.next = words
+
+
+def ring_path(run_dir: Path, rank: int) -> Path:
+    """Return the file that holds a rank's ring."""
+    return rank_folder(run_dir, rank) / "ring"
+
+
+def stack_path(run_dir: Path, rank: int) -> Path:
+    """Return the file into which a rank writes its stacks when it is asked to."""
+    return rank_folder(run_dir, rank) / "stack"
+
+
+def answer_with_stacks(run_dir: Path, rank: int) -> None:
+    """Write the stacks of all threads to ranks/rank-N/stack when asked to, even if stuck outside of Python.
+
+    The handler stays to the end of the process: who asks must not kill it.
+    """
+    file = stack_path(run_dir, rank).open("w")
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
+def read_ring(path: Path, rank: int) -> RankView | None:
+    """Read a ring, whatever state its rank is in; None where there is none, or one not yet begun."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as ring:
+            lines = [
+                _parse(line) for line in ring[:].split(b"\n")
+            ]  # mapped: no bytes read, as ranks count them
+    except (OSError, ValueError):  # none, or an empty one
+        return None
+    if len(lines) <= 1 + _CHANNELS or not lines[0]:
+        return None
+    pid, beats, step, waiting, phase = lines[0]
+    rows = dict(enumerate(lines[1 : 1 + _CHANNELS]))
+    named = {
+        row: (line[1], Channel(line[0], line[2], list(range(*line[3])))) for row, line in rows.items() if line
+    }
+    slots = sorted(line for line in lines[1 + _CHANNELS :] if line and line[0] == line[-1])
+    operations = [Operation(named[row][0], *rest) for _, row, *rest, _ in slots if row in named]
+    state = "done" if phase == "done" else "running"
+    beats += sum(channel.seq for _, channel in named.values())
+    return RankView(rank, state, "", pid, beats, step, waiting, phase, dict(named.values()), operations)
+
+
+def _parse(line: bytes) -> list[Any]:
+    """Read a line; empty where it is, or is being written."""
+    try:
+        return list(json.loads(line))
+    except ValueError:
+        return []
+
+
+_OWN = {("shoal", "runtime", f"{name}.py") for name in ("ring", "collectives", "process")}
+_OWN |= {("shoal", "parallel", "tensor.py")}
+
+
+@functools.cache
+def is_plumbing(filename: str) -> bool:
+    """Say whether a call site is sought further out: torch, the standard library, our own plumbing."""
+    torch = importlib.util.find_spec("torch")
+    inner = str(Path(torch.origin).parent) + os.sep if torch and torch.origin else "<"
+    if filename.startswith(("<", inner)) or Path(filename).parts[-3:] in _OWN:
+        return True
+    return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename
+
+
+def _call_site() -> tuple[CodeType | None, int]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not is_plumbing(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, 0

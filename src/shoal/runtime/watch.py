@@ -1,0 +1,229 @@
+"""Looks at the ranks of a host from outside and says when they make no progress, or do not fit together.
+
+Under our launcher that is the launcher's work; else a thread of every rank looks, and the first that finds
+something speaks for its host. Ranks of other hosts are known by what is told of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.config.sections import Runtime
+from shoal.errors import EXIT_FAILED, ConfigError, ShoalError
+from shoal.runtime.failure import record_failure
+from shoal.runtime.postmortem import Scene, Verdict, conclude
+from shoal.runtime.process import Seat
+from shoal.runtime.ring import (
+    STACK_SIGNAL,
+    UNRECORDED,
+    Channel,
+    Operation,
+    RankView,
+    read_ring,
+    recording,
+    ring_path,
+    stack_path,
+)
+
+_PERIOD_S = 1.0
+_START_S = 300.0  # for all ranks to begin, however short the limit
+_STACKS_S = 3.0
+_HOSTS_S = 5.0  # for the other hosts to tell of their ranks
+_IO_BYTES = 1 << 20  # a rank that reads or writes this much in a period is at work: loading, saving
+_TOLD_OPERATIONS, _TOLD_STACK = 128, 8000
+_SPEECH_S = 20.0
+
+
+def limit_s(runtime: Runtime) -> float:
+    """Return the seconds without progress that count as a hang."""
+    if runtime.hang_s >= runtime.timeout_s:
+        raise ConfigError(
+            f"runtime.hang_s = {runtime.hang_s:g} is not below runtime.timeout_s = {runtime.timeout_s:g}: "
+            "ranks would give each other up before anybody could say why",
+            hint="lower runtime.hang_s (0 is half of timeout_s), or raise runtime.timeout_s",
+        )
+    return runtime.hang_s or runtime.timeout_s / 2
+
+
+class Watch:
+    """Polled about once a second; finds trouble when no rank makes progress, or two do not fit together."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: Sequence[int],
+        hang_s: float,
+        host: str = "",
+        share: Callable[[Any], list[Any]] = lambda _: [],
+    ) -> None:
+        """Watch `ranks`, all on this host; `share` tells the other hosts a value, and returns their last."""
+        self._run_dir, self._ranks, self._hang_s = run_dir, list(ranks), hang_s
+        self._host, self._share = host, share
+        self._due = self._since = time.monotonic()
+        self._seen: list[int] = []
+        self._wrong: Verdict | None = None
+
+    def troubled(self) -> bool:
+        """Look, if it is time to, and say whether the ranks hang or disagree."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + _PERIOD_S
+        views = self.views()
+        if self._progressed(views):
+            self._since = now
+        quiet = now - self._since
+        others = self._share({"quiet": quiet, "views": told(views) if quiet > 2 * _PERIOD_S else []})
+        wrong, self._wrong = self._wrong, Scene(views + heard(o["views"] for o in others)).mismatch()
+        if wrong is not None and self._wrong is not None:  # seen twice: nothing half written
+            return True
+        begun = all(view.state != "absent" for view in views)
+        limit = self._hang_s if begun else max(self._hang_s, _START_S)
+        return min([quiet, *(other["quiet"] for other in others)]) > limit and not self._is_blind(views)
+
+    def views(self, *, stacks: bool = False) -> list[RankView]:
+        """Read the rings of this host's ranks, and have those that can write their stacks."""
+        asked = {}
+        for view in map(self._view, self._ranks if stacks else ()):
+            with contextlib.suppress(OSError):
+                path = stack_path(self._run_dir, view.rank)
+                asked[view.rank] = path, path.stat().st_size
+                if view.state == "running":
+                    os.kill(view.pid, STACK_SIGNAL)
+        until = time.monotonic() + _STACKS_S
+        while time.monotonic() < until and any(path.stat().st_size == old for path, old in asked.values()):
+            time.sleep(0.05)
+        time.sleep(0.2 * stacks)  # for the rest of what has begun
+        views = [self._view(rank) for rank in self._ranks]
+        for view in views:
+            if view.rank in asked:
+                path, old = asked[view.rank]
+                view.stack = path.read_bytes()[old:].decode(errors="replace")
+        return views
+
+    def speaks(self) -> bool:
+        """Say whether this process is to speak for its host: the first one that asks, while it lives."""
+        try:
+            handle = os.open(ring_path(self._run_dir, self._ranks[0]), os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks: all speak
+            pass
+        return True
+
+    def _view(self, rank: int) -> RankView:
+        view = read_ring(ring_path(self._run_dir, rank), rank) or RankView(rank, "absent")
+        state = _process_state(view.pid) if view.state == "running" else view.state
+        return replace(view, state=state, host=self._host)
+
+    def _is_blind(self, views: list[RankView]) -> bool:
+        return any(view.phase == UNRECORDED for view in views)
+
+    def _progressed(self, views: list[RankView]) -> bool:
+        seen = [view.beats for view in views] + [_io_bytes(view.pid) // _IO_BYTES for view in views]
+        moved = seen != self._seen
+        self._seen = seen
+        return moved
+
+
+def told(views: Sequence[RankView]) -> list[dict[str, Any]]:
+    """Make views small, and values of JSON, for other hosts."""
+    return [
+        asdict(replace(v, operations=v.operations[-_TOLD_OPERATIONS:], stack=v.stack[-_TOLD_STACK:]))
+        for v in views
+    ]
+
+
+def heard(values: Any) -> list[RankView]:
+    """Return the views that other hosts `told`."""
+    views = []
+    for value in (value for of_host in values for value in of_host):
+        channels = {name: Channel(*channel) for name, channel in value["channels"].items()}
+        operations = [Operation(*operation) for operation in value["operations"]]
+        views.append(RankView(**{**value, "channels": channels, "operations": operations}))
+    return views
+
+
+def watch_from_within(seat: Seat, run_dir: Path, hang_s: float) -> None:
+    """Watch in a thread of this rank, where no launcher of ours does; a verdict ends the process.
+
+    Called on every rank once all have joined. A launcher is taken to give each host neighbouring ranks.
+    """
+    first = seat.rank - seat.local_rank
+    several = seat.is_on_several_hosts
+    default: Any = dist.distributed_c10d._get_default_store()  # private; seen on torch 2.11 to 2.13
+    store: dist.Store | None = default.clone() if several else None  # a connection that nobody else blocks
+    here = socket.gethostname() if several else ""
+    watch = Watch(run_dir, range(first, first + seat.local_world_size), hang_s, here)
+
+    def look() -> None:
+        while not watch.troubled():
+            if not recording():  # this rank has left the others
+                return
+            time.sleep(_PERIOD_S / 2)
+        if watch.speaks():
+            views = watch.views(stacks=True)
+            everybody = views if store is None else _told_through(store, views, seat)
+            error = ShoalError(conclude(run_dir, None, everybody).sentence)
+            record_failure(run_dir, seat.rank, seat.attempt, error)
+            for view in views:
+                if view.state == "stopped":  # it would not hear of the end
+                    os.kill(view.pid, signal.SIGKILL)
+            os.write(2, f"error: {error}\n".encode())
+        else:
+            time.sleep(_SPEECH_S)  # whoever started us may end all ranks with the first
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=look, name="watch", daemon=True).start()
+
+
+def _told_through(store: dist.Store, views: list[RankView], seat: Seat) -> list[RankView]:
+    """Tell the other hosts' speakers of our ranks and hear of theirs, while there is a link."""
+    known = {view.rank: view for view in views}
+
+    def exchange() -> None:
+        for view in views:
+            store.set(f"view{view.rank}", json.dumps(told([view])))
+        while missing := [rank for rank in range(seat.world_size) if rank not in known]:
+            for rank in missing:
+                if store.check([f"view{rank}"]):
+                    known[rank] = heard([json.loads(store.get(f"view{rank}"))])[0]
+            time.sleep(_PERIOD_S / 4)
+
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(_HOSTS_S)
+    return list(known.copy().values())
+
+
+def _process_state(pid: int) -> str:
+    """Say whether a process of this host is running, stopped or gone (the last two on Linux only)."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone" if sys.platform == "linux" else "running"
+    return "gone" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
+
+
+def _io_bytes(pid: int) -> int:
+    """Return the bytes that a process has read and written (Linux; 0 elsewhere)."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines[:2])
+    except (OSError, IndexError, ValueError):
+        return 0
