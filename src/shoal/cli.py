@@ -58,7 +58,7 @@ def doctor(
     node_rank
         Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
     data
-        Dataset folders that should be the same on all hosts.
+        Dataset folders to look at; they should be the same on all hosts.
     """
     from shoal.doctor.command import doctor as run
     from shoal.runtime.network import several_hosts

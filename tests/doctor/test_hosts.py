@@ -74,6 +74,12 @@ def test_locks_that_keep_nobody_out_are_a_warning(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dataset_that_is_not_there_is_a_problem_also_where_all_hosts_lack_it(tmp_path):
+    finding = hosts.check_dataset(random_dataset(tmp_path / "walk"))
+    assert (finding.check, finding.status) == (f"dataset {tmp_path / 'walk'}", "ok")
+    assert hosts.check_dataset(tmp_path / "none").status == "problem"
+
+
 def test_an_interface_set_by_hand_that_leads_elsewhere_is_a_warning():
     assert hosts.check_interface("127.0.0.1", chosen="").status == "ok"
     finding = hosts.check_interface("127.0.0.1", chosen="docker0")
@@ -129,8 +135,8 @@ def test_hosts_that_cannot_meet_are_a_problem_with_the_address(tmp_path, monkeyp
     monkeypatch.setattr(hosts, "MEETING_LIMIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    [finding] = hosts.check_hosts((2, "127.0.0.1", port, 1), tmp_path, ())
+    [finding] = hosts.check_hosts((2, "127.0.0.1", port, 1), tmp_path, [])
     assert (finding.status, "loopback" in finding.fact) == ("problem", True)
-    [finding] = hosts.check_hosts((2, "192.0.2.1", port, 1), tmp_path, ())
+    [finding] = hosts.check_hosts((2, "192.0.2.1", port, 1), tmp_path, [])
     assert finding.status == "problem"
     assert "192.0.2.1" in finding.fact

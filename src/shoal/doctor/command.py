@@ -28,12 +28,14 @@ def diagnose(folder: Path, place: tuple[Any, ...] = (), datasets: tuple[Path, ..
         findings += [machine.check_devices(), machine.check_bf16(), machine.check_cores()]
     findings += [machine.check_memory(), machine.check_disk(folder), hosts.check_locks(folder)]
     findings += [machine.check_loopback(), machine.check_extras()]
+    data = [hosts.check_dataset(path) for path in datasets]
+    findings += data
     findings += [links.check_shared_memory(), links.check_memlock(), links.check_infiniband()]
     if not has_torch:
         return findings
     findings += [links.check_gpudirect(), links.check_gpu_paths(), links.check_copy_rate()]
     pair = machine.check_two_processes()
-    between = hosts.check_hosts(place, folder, datasets) if place else []
+    between = hosts.check_hosts(place, folder, data) if place else []
     findings += [pair, *between]
     if pair.status != "problem":  # what keeps two processes apart would be taken for a fault of NCCL's
         meets = not between or between[0].status == "ok"

@@ -33,8 +33,11 @@ REACH_LIMIT_S = 3.0
 CLOCK_LIMIT_S = 1.0
 
 
-def check_hosts(place: tuple[Any, ...], folder: Path, datasets: tuple[Path, ...]) -> list[Finding]:
-    """Meet the other hosts and compare. `place` is (nnodes, host, port, node rank or None)."""
+def check_hosts(place: tuple[Any, ...], folder: Path, data: list[Finding]) -> list[Finding]:
+    """Meet the other hosts and compare. `place` is (nnodes, host, port, node rank or None).
+
+    `data` holds what `check_dataset` saw here.
+    """
     from shoal.runtime.rendezvous import Place, Rendezvous
 
     try:
@@ -46,7 +49,7 @@ def check_hosts(place: tuple[Any, ...], folder: Path, datasets: tuple[Path, ...]
             Finding("rendezvous", "ok", hosts.describe()),
             check_interface(hosts.address),
             *check_ports(hosts),
-            check_likeness(hosts, facts_here(datasets)),
+            check_likeness(hosts, versions() | {finding.check: finding.fact for finding in data}),
             check_shared_folder(hosts, folder),
         ]
     except ShoalError as error:
@@ -105,18 +108,20 @@ def judge_clocks(names: list[str], views: list[list[dict[str, Any]]]) -> Finding
     return Finding("clocks", "ok", fact)
 
 
-def facts_here(datasets: tuple[Path, ...]) -> dict[str, str]:
-    """Return versions and dataset fingerprints of this host."""
+def check_dataset(path: Path) -> Finding:
+    """Is a dataset there? What was seen is its fingerprint."""
     from shoal.data.dataset import open_dataset
 
-    facts = {name: importlib.metadata.version(name) for name in ("shoal", "torch")}
-    facts["python"] = platform.python_version()
-    for path in datasets:
-        try:
-            facts[f"dataset {path.name}"] = open_dataset(path.absolute()).fingerprint
-        except ShoalError as error:
-            facts[f"dataset {path.name}"] = f"[{error.message}]"
-    return facts
+    try:
+        return Finding(f"dataset {path}", "ok", open_dataset(path.absolute()).fingerprint)
+    except ShoalError as error:
+        return Finding(f"dataset {path}", "problem", error.message, error.hint)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all hosts should share."""
+    found = {name: importlib.metadata.version(name) for name in ("shoal", "torch")}
+    return found | {"python": platform.python_version()}
 
 
 def check_likeness(hosts: Rendezvous, facts: dict[str, str]) -> Finding:
