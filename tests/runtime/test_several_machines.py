@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from shoal.checkpoint.commands import gather_parts
+from shoal.errors import CheckpointError
+from shoal.infer.load import load_text_model
 from tests.tiny_dataset import random_dataset
 from tests.train.test_command import command, shoal
 from tests.two_hosts import NAMES, TwoHosts, two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 
-LAYOUTS = {"dp4": ()}  # layout -> what it adds to the command line
+# layout -> what it adds to the command line; tensor ranks are neighbours, so tp lies inside each host
+LAYOUTS = {"dp4": (), "dp2*tp2": ("--parallel.tp", "2")}
 SIZES = ("--train.micro_batch_size", "2", "--runtime.timeout_s", "60")
 
 
@@ -76,10 +82,16 @@ def test_two_hosts_train_as_one_process_does(two_hosts, data, tmp_path, layout):
 
 
 @pytest.mark.proof
-def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(two_hosts, data, tmp_path):
-    run = tmp_path / "run"
-    job = Job(two_hosts, data, run, tmp_path, "--train.steps", "100000", "--checkpoint.every", "10")
-    job.wait_for_step(run / "metrics.jsonl", 25)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared-folder", "folders-apart"])
+def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(
+    two_hosts, data, tmp_path, shared
+):
+    """Tensor parallelism inside each host, data parallelism across."""
+    run = tmp_path / "run" if shared else Path("run")  # of each host's own folder
+    metrics = tmp_path / "north" / run / "metrics.jsonl"
+    options = ("--train.steps", "100000", "--checkpoint.every", "10", *LAYOUTS["dp2*tp2"])
+    job = Job(two_hosts, data, run, tmp_path, *options)
+    job.wait_for_step(metrics, 25)
     two_hosts.kill("south")
     killed = time.monotonic()
     status, screen = job.end("north")
@@ -94,6 +106,30 @@ def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(two
     assert [status for status, _ in ends.values()] == [75, 75], ends
     assert "resumed from step-00000020" in ends["north"][1]
     assert "stopped after step 40" in ends["north"][1]
+
+
+@pytest.mark.proof
+def test_hosts_with_folders_of_their_own_keep_parts_and_a_lost_one_is_named(two_hosts, data, tmp_path):
+    options = ("--train.steps", "6", "--checkpoint.every", "0", *LAYOUTS["dp2*tp2"])
+    job = Job(two_hosts, data, "run", tmp_path, *options, "--stop-after", "3")
+    assert [job.end(name)[0] for name in NAMES] == [75, 75]
+    north, south = (tmp_path / name / "run" for name in NAMES)
+    with pytest.raises(CheckpointError, match="one host's part of a checkpoint: host south has model/shard"):
+        load_text_model(north, torch.device("cpu"))
+    south.rename(tmp_path / "lost")
+    job = Job(two_hosts, data, "run", tmp_path, *options)
+    for name in NAMES:
+        status, screen = job.end(name)
+        assert status == 1
+        assert re.search(r"of step-00000003, host south has model/shard-\S+, .*bring that host", screen, re.S)
+    shutil.rmtree(south)
+    (tmp_path / "lost").rename(south)
+    job = Job(two_hosts, data, "run", tmp_path, *options)
+    assert [job.end(name)[0] for name in NAMES] == [0, 0]
+    assert shoal(data, tmp_path / "alone", *SIZES, "--train.steps", "6")[0] == 0
+    assert losses(north) == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    assert gather_parts(north, (south,)) == 0
+    load_text_model(north, torch.device("cpu"))
 
 
 @pytest.mark.proof
