@@ -1,4 +1,4 @@
-"""What each level of ZeRO sends and holds, counted: design.md's table, with P parameters and n ranks."""
+"""What layouts send and hold, counted: the tables of docs/layouts.md, with P parameters and n ranks."""
 
 import gc
 
@@ -16,7 +16,7 @@ from tests.train.ranks import make_job, tiny_config
 GATHERS = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # names by the version of torch
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter")
 # Large enough for weights to be nearly all that a rank holds; no dim is odd, so that shards need no padding.
-SHAPE = {"n_layers": 4, "d_model": 128, "n_heads": 4, "max_seq_len": 16}
+SHAPE = {"d_model": 128, "n_heads": 4, "max_seq_len": 16}
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def data(tmp_path_factory):
     return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
-def values_of(data, words, micro_steps=1):
+def values_of(data, words, micro_steps=1, n_layers=4, recompute="none"):
     layout = parse_layout(words)
-    train = {"micro_batch_size": 16 // layout.dp // micro_steps}
-    return tiny_config(data, model=SHAPE, train=train, parallel=settings_of(layout))
+    train = {"micro_batch_size": 16 // layout.dp // micro_steps, "recompute": recompute}
+    model = SHAPE | {"n_layers": n_layers}
+    return tiny_config(data, model=model, train=train, parallel=settings_of(layout))
 
 
 def take_step(job, step):
@@ -74,13 +75,13 @@ class Traffic:
 
 
 def traffic_of_a_step(run_dir, values):
-    """Return how often the second step gathers, scatters and reduces all parameters."""
+    """Return the elements that the second step gathers, scatters and reduces, and those of all parameters."""
     job = make_job(run_dir, values)
     take_step(job, 1)
     parameters = sum(weight.numel() for weight in job.model.named_weights().values())
     with Traffic(job) as traffic:
         take_step(job, 2)
-    return tuple(n / parameters for n in (traffic.gathered, traffic.scattered, traffic.reduced))
+    return traffic.gathered, traffic.scattered, traffic.reduced, parameters
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
@@ -99,8 +100,24 @@ def test_a_step_sends_what_its_level_of_zero_promises(
     pool, data, tmp_path, words, micro_steps, gathers, scatters, reduces
 ):
     values = values_of(data, words, micro_steps)
-    for counted in pool.run(traffic_of_a_step, parse_layout(words).world_size, tmp_path, values):
-        assert counted == (gathers(micro_steps), scatters(micro_steps), reduces(micro_steps))
+    for *counted, parameters in pool.run(traffic_of_a_step, parse_layout(words).world_size, tmp_path, values):
+        expected = (gathers(micro_steps), scatters(micro_steps), reduces(micro_steps))
+        assert tuple(n / parameters for n in counted) == expected
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize(("words", "exchanges"), [("tp2", (0, 0, 1)), ("tp2+sp", (1, 1, 0))])
+def test_tensor_ranks_exchange_each_layers_tokens_four_times(
+    pool, data, tmp_path, words, exchanges, micro_steps
+):
+    """And twice for the ends. A gather and a scatter are together as much as an all-reduce."""
+    ranks = pool.run(traffic_of_a_step, 2, tmp_path, values_of(data, words, micro_steps))
+    stream = 16 * 16 * SHAPE["d_model"]  # all tokens of the step, whatever the micro-steps
+    for *counted, parameters in ranks:
+        # The loss gathers two or three numbers a token; sequence parts sum the gradients of norms and biases.
+        rest = stream * 0.05 + parameters * 0.02
+        for elements, wanted in zip(counted, exchanges, strict=True):
+            assert abs(elements - wanted * (4 * 4 + 2) * stream) <= rest
 
 
 def storages():
@@ -166,3 +183,28 @@ def test_a_rank_holds_what_its_level_of_zero_promises(
         sent = last if layout.zero > 1 else 0
         assert micro - sent == pytest.approx(between_micro_steps, rel=0.01)
         assert step == pytest.approx(between_steps, rel=0.01)
+
+
+def kept_by_a_forward_pass(run_dir, values):
+    """Return the bytes of activations that are alive when the loss is to be computed."""
+    job = make_job(run_dir, values)
+    honest, before, seen = job.task._cross_entropy, sum(storages().values()), []
+
+    def note(logits, targets):
+        seen.append(sum(storages().values()) - before)
+        return honest(logits, targets)
+
+    job.task._cross_entropy = note
+    forward_backward(job, job.task.batch(1))
+    return seen[0]
+
+
+@pytest.mark.parametrize(("words", "parts"), [("tp2", 1), ("tp2+sp", 2)])
+def test_recompute_keeps_a_layers_input_and_sequence_parts_share_it(pool, data, tmp_path, words, parts):
+    def run(n_layers):
+        values = values_of(data, words, n_layers=n_layers, recompute="full")
+        return pool.run(kept_by_a_forward_pass, 2, tmp_path / str(n_layers), values)
+
+    layer_input = 16 * 16 * SHAPE["d_model"] * 4
+    for few, many in zip(run(2), run(6), strict=True):
+        assert (many - few) / 4 == pytest.approx(layer_input / parts, rel=0.05)

@@ -104,6 +104,22 @@ def test_optimiser_state_exists_before_the_first_step_and_changes_no_weight(mode
     assert "embed.weight.exp_avg" in state
 
 
+def test_optimiser_state_is_made_with_one_gradient_at_a_time(model, monkeypatch):
+    """All of them would be more than a rank that loads a checkpoint has to have."""
+    named = dict(model.named_parameters())
+    optimiser = build_optimiser(named, Optimizer())
+    held, step = [], optimiser.step
+
+    def note(rate):
+        held.append(sum(p.grad is not None for p in named.values()))
+        step(rate)
+
+    monkeypatch.setattr(optimiser, "step", note)
+    optimiser_tensors(named, optimiser)
+    assert set(held) == {1}
+    assert not any(p.grad is not None for p in named.values())
+
+
 def guard(tmp_path, **settings):
     return LossGuard(Guard(**settings), tmp_path / "incidents.jsonl")
 
