@@ -60,11 +60,6 @@ def begin_whole(part: Path) -> Path:
     return whole
 
 
-def finish_whole(whole: Path, manifest: Manifest) -> None:
-    """Write the manifest of a whole copy."""
-    write_files(whole, {MANIFEST: manifest.to_json().encode()})
-
-
 def adopt(checkpoint: Path, name: str, source: Path) -> None:
     """Copy one file of another host into a checkpoint; it counts once the manifest lists it."""
     copy = checkpoint.parent / f".gather-{secrets.token_hex(4)}"

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint import commit
 from shoal.checkpoint.manifest import (
+    MANIFEST,
     STATE,
     Manifest,
     check_file,
@@ -227,8 +228,8 @@ class CheckpointStore:
             owner = next(rank for rank, held in parts.items() if name in held)
             takers = [rank for rank, held in parts.items() if name not in held]
             self._agree(what, self._hand_over, name, entry, owner, takers, path, whole)
-        manifest = next(part for part in told if part)
-        self._on_first(what, commit.finish_whole, whole, replace(manifest, files=files, elsewhere={}))
+        manifest = replace(next(part for part in told if part), files=files, elsewhere={})
+        self._on_first(what, commit.write_files, whole, {MANIFEST: manifest.to_json().encode()})
         return whole
 
     def _hand_over(

@@ -6,7 +6,6 @@ of hardware that a machine does not have are tested on it all the same; there th
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import shutil
@@ -26,9 +25,9 @@ _FAR = ("NODE", "SYS")  # nvidia-smi's words for paths between GPUs that cross h
 def check_shared_memory(size: int | None = None) -> Finding:
     """Is /dev/shm, through which NCCL's ranks on one host talk, large enough?"""
     if size is None:
-        size = _file_system_bytes("/dev/shm")
-    if size is None:
-        return Finding("/dev/shm", "ok", "none")
+        if not Path("/dev/shm").is_dir():
+            return Finding("/dev/shm", "ok", "none")
+        size = shutil.disk_usage("/dev/shm").total
     fact = f"{size / 1e9:.1f} GB"
     if size < SHM_WANTED_BYTES:
         advice = (
@@ -135,7 +134,7 @@ def check_backend(
             return Finding("back end", "warning", f"gloo: NCCL's probe failed: {nccl_error}", advice)
         return Finding("back end", "ok", "nccl: on GPUs it is the fastest over any link (auto takes it)")
     if infiniband and not ip_to_others:
-        return _mpi_finding(_torch_has_mpi() if torch_has_mpi is None else torch_has_mpi)
+        return _mpi_finding(torch_has_mpi)
     return Finding("back end", "ok", "gloo: it joins CPUs over any IP network (auto takes it)")
 
 
@@ -151,18 +150,16 @@ def probe_nccl(gpus: int) -> str:
     return ""
 
 
-def _mpi_finding(torch_has_mpi: bool) -> Finding:
+def _mpi_finding(torch_has_mpi: bool | None) -> Finding:
+    import torch
+
+    if torch_has_mpi is None:
+        torch_has_mpi = torch.distributed.is_mpi_available()
     fact = "mpi: only native InfiniBand joins these CPU hosts, and gloo needs IP"
     if torch_has_mpi:
         return Finding("back end", "ok", fact, "use --runtime.backend mpi, under mpirun")
     advice = "set up IP over InfiniBand and use gloo, or build torch with MPI and use --runtime.backend mpi"
     return Finding("back end", "warning", f"{fact}; this torch lacks MPI", advice)
-
-
-def _torch_has_mpi() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_mpi_available()
 
 
 def _num_gpus() -> int:
@@ -198,14 +195,6 @@ def _topology() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _file_system_bytes(folder: str) -> int | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks
 
 
 def _read(file: Path) -> str:
