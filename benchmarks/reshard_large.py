@@ -26,6 +26,7 @@ from benchmarks.record import write_record
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config.layout import parse_layout, settings_of
 from shoal.parallel.tensor import local
+from shoal.runtime.allocator import keep_memory
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
 from shoal.train.saving import resume, save
@@ -95,6 +96,7 @@ def memory(field: str) -> int:
 
 def read(run_dir: Path, values: dict[str, dict[str, Any]], source: Path) -> dict[str, Any]:
     """Load as a resuming job does; return this rank's peaks and its share, all in bytes."""
+    keep_memory()  # as `shoal train` does
     bare, peak = memory("RssAnon"), Peak()
     peak.start()
     job = make_job(run_dir, values)

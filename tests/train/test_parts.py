@@ -99,6 +99,8 @@ def test_optimiser_state_exists_before_the_first_step_and_changes_no_weight(mode
         optimiser = build_optimiser(named, Optimizer(name=name))
         state = optimiser_tensors(named, optimiser)
         assert len(state) == count
+        assert not any(tensor.any() for tensor in state.values())
+        assert {group["weight_decay"] for group in optimiser.param_groups} == {0.0, 0.1}
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert "blocks.0.mlp.up.weight.momentum_buffer" in state
     assert "embed.weight.exp_avg" in state

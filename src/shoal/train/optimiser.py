@@ -110,14 +110,24 @@ def optimiser_tensors(named: dict[str, nn.Parameter], optimiser: Optimiser) -> d
 
 
 def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
-    """Take a step of rate 0 on zero gradients, and do not count it.
+    """Take a step of rate 0 on zero gradients, without decay, and do not count it.
 
-    torch makes the state lazily and offers no other way. One parameter after the other: all their gradients
-    together would be more than a rank that loads a checkpoint has to have.
+    torch makes the state lazily and offers no other way. One parameter after the other, and those alike with
+    one gradient: a rank that loads a checkpoint need not have as many as it has parameters, and what is freed
+    between what stays would be lost, because aligned memory does not fit into a gap of its own size.
     """
+    decays = [group["weight_decay"] for group in optimiser.param_groups]
+    for group in optimiser.param_groups:
+        group["weight_decay"] = 0.0  # momentum would begin with it
+    zeros: dict[Any, Tensor] = {}
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        kind = parameter.shape, getattr(parameter, "placements", ())
+        if kind not in zeros:
+            zeros[kind] = torch.zeros_like(parameter)
+        parameter.grad = zeros[kind]
         optimiser.step(0.0)
         parameter.grad = None
         if (count := optimiser.state_of(parameter).get("step")) is not None:
             count.zero_()
+    for group, decay in zip(optimiser.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
