@@ -139,8 +139,8 @@ def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path, data):
 def test_the_exchange_of_gradients_over_nccl_changes_nothing(monkeypatch, tmp_path, data, reduce_dtype):
     bare, _, _ = run(tmp_path / "bare", data)
 
-    def apply_as_one_of_two(model, process, *settings):
-        return apply(model, dataclasses.replace(process, seat=Seat(world_size=2)), *settings)
+    def apply_as_one_of_two(shape, mesh, process, *settings):
+        return apply(shape, mesh, dataclasses.replace(process, seat=Seat(world_size=2)), *settings)
 
     monkeypatch.setattr("shoal.train.job.apply", apply_as_one_of_two)
     wrapped, _, _ = run(tmp_path / "ddp", data, precision={"reduce_dtype": reduce_dtype})

@@ -89,3 +89,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_by_default(pool, data, tmp_pa
     with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
         pool.run(poisoned_run, 2, tmp_path, tiny_config(data))
     assert str(caught.value).count("step 3: loss or gradient norm is not finite") == 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_by_one_process_is_plain_training(pool, data, reference, tmp_path, zero):
+    got = pool.run(run_training, 1, tmp_path, tiny_config(data, parallel={"zero": zero}))[0]
+    assert got["losses"] == reference["plain"]["losses"]
