@@ -21,7 +21,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_BUILT = ("layouts", "bench", "plan")
+NOT_BUILT = ("bench", "plan")
 MODULES = ("numpy", "pydantic", "cyclopts", "xxhash", "tokenizers", "safetensors", "pytest", "pytest_timeout")
 PROBE = f"""
 import importlib.util, json, sys
@@ -32,6 +32,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 print(json.dumps(dict(torch=torch.__version__, cuda=torch.cuda.is_available(), missing=missing)))
 """
+LAYOUT_TESTS = "tests/gpu/test_layouts_gpu.py"
 OLDEST_TORCH = (2, 11)
 BUDGET_S = 570.0  # of a part
 TESTS_S = 240.0  # of it for the tests, at most
@@ -96,8 +97,7 @@ def check_python(environment: dict[str, str], device: str) -> None:
 def check_training(environment: dict[str, str], wish: argparse.Namespace) -> int:
     """Run the GPU tests of training, then time it; return the worse exit status."""
     began = time.monotonic()
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    tested = run(tests, environment, TESTS_S)
+    tested = run_tests(environment, f"--ignore={LAYOUT_TESTS}", "tests/gpu")
     left_s = BUDGET_S - (time.monotonic() - began)
     timing = ["--suite", "gpu", "--systems", "shoal", "transformers", "--device", wish.device]
     timing += ["--output", str(wish.output), "--limit-s", f"{left_s - GRACE_S:.0f}", "--steps", "5"]
@@ -106,6 +106,25 @@ def check_training(environment: dict[str, str], wish: argparse.Namespace) -> int
     timed = run([sys.executable, "-m", "benchmarks.train_step", *timing], environment, left_s)
     print(f"gpu tests: {'passed' if tested else 'FAILED'}; timing: {'done' if timed else 'FAILED'}")
     return 0 if tested and timed else 1
+
+
+def check_layouts(environment: dict[str, str], wish: argparse.Namespace) -> int:
+    """Run the GPU tests of layouts, then time those that the devices here allow; return the worse status."""
+    began = time.monotonic()
+    tested = run_tests(environment, LAYOUT_TESTS)
+    timing = ["--device", wish.device, "--output", str(wish.output)]
+    if wish.tiny:
+        timing += ["--tiny", "--steps", "4", "--layouts", "dp2", "tp2", "pp2", "bare torch tp2"]
+    left_s = BUDGET_S - (time.monotonic() - began)
+    timed = run([sys.executable, "-m", "benchmarks.layouts", *timing], environment, left_s)
+    print(f"gpu tests: {'passed' if tested else 'FAILED'}; timing: {'done' if timed else 'FAILED'}")
+    return 0 if tested and timed else 1
+
+
+def run_tests(environment: dict[str, str], *paths: str) -> bool:
+    """Run GPU tests; say whether they passed."""
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    return run([*pytest, *paths], environment, TESTS_S)
 
 
 def run(command: list[str], environment: dict[str, str], limit_s: float) -> bool:
@@ -119,7 +138,7 @@ def run(command: list[str], environment: dict[str, str], limit_s: float) -> bool
         return False
 
 
-PARTS = {"train": check_training}
+PARTS = {"train": check_training, "layouts": check_layouts}
 
 
 def main() -> None:
@@ -128,8 +147,11 @@ def main() -> None:
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of no interest, to try all paths")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "gpu_train.json")
+    parser.add_argument(
+        "--output", type=Path, help="the record; benchmarks/records/gpu_PART.json if left out"
+    )
     wish = parser.parse_args()
+    wish.output = wish.output or ROOT / "benchmarks" / "records" / f"gpu_{wish.part}.json"
     if wish.part not in PARTS:
         state = "is not built yet" if wish.part in NOT_BUILT else "is not a part"
         refuse(f"PART = {wish.part!r} {state}", f"the parts are: {', '.join(PARTS)}")

@@ -21,11 +21,11 @@ def check(*arguments):
     )
 
 
-@pytest.mark.parametrize("part", ["", "layouts", "bench", "plan", "nonsense"])
+@pytest.mark.parametrize("part", ["", "bench", "plan", "nonsense"])
 def test_a_part_that_does_not_exist_is_refused_with_those_that_do(part):
     done = check("--part", part)
     assert done.returncode == 1
-    assert "the parts are: train" in done.stderr
+    assert "the parts are: train, layouts" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -50,6 +50,18 @@ def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
         assert entry["top_operations"][0]["share"] > 0
     assert record["summary"]["tiny"]["ratio_to_fastest_peer"] > 0
     assert record["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.timeout(300)
+def test_the_part_of_layouts_runs_on_a_cpu_with_a_tiny_model(tmp_path):
+    output = tmp_path / "record.json"
+    done = check("--part", "layouts", "--device", "cpu", "--tiny", "--output", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gpu tests: passed; timing: done" in done.stdout
+    record = json.loads(output.read_text())
+    assert set(record["results"]) == {"dp2", "tp2", "pp2", "bare torch tp2"}
+    assert all(entry["median_tokens_per_s"] > 0 for entry in record["results"].values())
+    assert record["summary"]["tp2 / bare torch tp2"] > 0
 
 
 def wheel(folder, name):
