@@ -119,7 +119,8 @@ def measure(
                 if name.endswith("_s") and name != "save_held_s"
             }
             if words != BARE:
-                results[words]["peak_bytes_of_all_ranks"] = max(line["peak_bytes"] for line in lines)
+                logged = max(line.get("peak_bytes", 0) for line in lines)  # the last step's at the least
+                results[words]["peak_bytes_of_all_ranks"] = logged
             print(f"{words}: {rate:,.0f} tokens/s", flush=True)
     for entry in results.values():
         entry["median_tokens_per_s"] = statistics.median(entry["tokens_per_s"])
