@@ -28,18 +28,19 @@ from benchmarks.record import RECORDS, write_record
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import write_dataset
 
-# Nine layers and a small vocabulary: two pipeline parts (5 layers; 4 and the head) weigh about the same.
+# The head weighs as much as a layer, so that both pipeline parts (3 layers; 2 and the head) do. One micro-step
+# for replicas and shards; a pipeline needs smaller ones, and has replicas with such ones for its peer.
 CPU = {
-    "n_layers": 9,
+    "n_layers": 5,
     "d_model": 512,
     "n_heads": 8,
-    "vocab_size": 4_000,
-    "padded_vocab_size": 4_096,
+    "vocab_size": 6_100,
+    "padded_vocab_size": 6_144,
     "seq_len": 256,
-    "global_batch_size": 16,
-    "micro_batch_size": 2,
+    "global_batch_size": 32,
+    "micro_batch_size": 16,
     "dtype": "fp32",
-    "split": (5, 4),
+    "split": (3, 2),
 }
 GPU = CPU | {
     "n_layers": 12,
@@ -53,9 +54,10 @@ GPU = CPU | {
     "dtype": "bf16",
     "split": (),
 }
-TINY = CPU | {"n_layers": 2, "d_model": 64, "n_heads": 2, "global_batch_size": 8, "split": ()}
+TINY = CPU | {"n_layers": 2, "d_model": 64, "n_heads": 2, "split": ()}
 BARE = "bare torch tp2"
 OFFLOAD = " offload"
+SMALL = " in micro-batches of 4"
 SKIPPED = 2  # steps of each run that do not count
 
 
@@ -66,14 +68,17 @@ def layouts_for(device: str, ranks: int) -> list[str]:
         sharded.append(f"zero3x{ranks}{OFFLOAD}")
     if ranks == 1:
         return ["1", *sharded]
-    return [f"dp{ranks}", *sharded, f"tp{ranks}", f"pp{ranks}", *([BARE] if device == "cpu" else [])]
+    bare = [BARE] if device == "cpu" else []
+    return [f"dp{ranks}", *sharded, f"tp{ranks}", *bare, f"dp{ranks}{SMALL}", f"pp{ranks}{SMALL}"]
 
 
 def train(words: str, work: dict[str, Any], data: Path, run: Path, steps: int) -> list[dict[str, Any]]:
     """Run `shoal train` under a layout and return its metrics."""
-    layout = words.removesuffix(OFFLOAD)
+    layout = words.split()[0]
+    micro = 4 if words.endswith(SMALL) else work["micro_batch_size"]
     settings = {f"model.{name}": work[name] for name in ("n_layers", "d_model", "n_heads")}
-    settings |= {f"train.{name}": work[name] for name in ("seq_len", "global_batch_size", "micro_batch_size")}
+    settings |= {f"train.{name}": work[name] for name in ("seq_len", "global_batch_size")}
+    settings |= {"train.micro_batch_size": micro}
     settings |= {"model.max_seq_len": work["seq_len"], "train.steps": steps, "train.compile": "off"}
     settings |= {"checkpoint.every": 0, "eval.every": 0, "runtime.threads": 1}
     settings |= {"precision.dtype": work["dtype"], "runtime.device": work["device"]}
@@ -131,13 +136,14 @@ def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[s
     """Return rates as shares of the first layout's; tp also of bare torch, pp of what its bubble leaves."""
     rate = {words: entry["median_tokens_per_s"] for words, entry in results.items()}
     plain, *others = rate
-    told = {f"{words} / {plain}": rate[words] / rate[plain] for words in others}
+    told = {f"{words} / {plain}": rate[words] / rate[plain] for words in others if SMALL not in words}
     if BARE in rate and "tp2" in rate:
         told["tp2 / bare torch tp2"] = rate["tp2"] / rate[BARE]
-    if (pipeline := f"pp{ranks}") in rate:
-        micro = work["global_batch_size"] // work["micro_batch_size"]
+    pipeline, peer = f"pp{ranks}{SMALL}", f"dp{ranks}{SMALL}"
+    if pipeline in rate and peer in rate:
+        micro = work["global_batch_size"] // 4
         told["1f1b bubble formula m / (m + p - 1)"] = formula = micro / (micro + ranks - 1)
-        told[f"{pipeline} / ({plain} x bubble formula)"] = rate[pipeline] / (rate[plain] * formula)
+        told[f"{pipeline} / (dp{ranks} x bubble formula)"] = rate[pipeline] / (rate[peer] * formula)
     return {name: round(value, 4) for name, value in told.items()}
 
 
