@@ -28,8 +28,8 @@ from benchmarks.record import RECORDS, write_record
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import write_dataset
 
-# The head weighs as much as a layer, so that both pipeline parts (3 layers; 2 and the head) do. One micro-step
-# for replicas and shards; a pipeline needs smaller ones, and has replicas with such ones for its peer.
+# The head weighs as much as a layer, so that both pipeline parts (3 layers; 2 and the head) do. Replicas and
+# shards take one micro-step; a pipeline needs smaller ones, and has replicas with such ones for its peer.
 CPU = {
     "n_layers": 5,
     "d_model": 512,

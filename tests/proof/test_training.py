@@ -75,8 +75,9 @@ def test_two_processes_keep_up_with_two_threads():
     subprocess.run([sys.executable, "-m", "benchmarks.data_parallel"], check=True)
     record = json.loads((Path(__file__).parents[2] / "benchmarks/records/data_parallel.json").read_text())
     assert record["save"]["worst_hold_in_steps"] <= 1
-    assert record["bf16"]["ratio_2x1_to_1x2"] >= 0.95
     assert record["fp32"]["ratio_2x1_to_1x2"] >= 1.0
+    if record["machine"]["bf16_in_hardware"]:
+        assert record["bf16"]["ratio_2x1_to_1x2"] >= 0.95
 
 
 def test_two_hundred_kills_lose_nothing():
