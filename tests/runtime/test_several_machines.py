@@ -97,8 +97,9 @@ def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(
     status, screen = job.end("north")
     assert status == 1
     assert time.monotonic() - killed < 30
-    last = screen.splitlines()[-2:]
-    assert last[0] == "error: host south (node 1) is lost: nothing is heard from its launcher any more"
+    last = screen.splitlines()[-3:]
+    lost = "error: host south (node 1) is lost: nothing is heard from its launcher any more; rank"
+    assert last[0].startswith(lost)
     assert "run the same command on every host" in last[1]
     for name in reversed(NAMES):
         job.start(name, "--stop-after", "40")
@@ -172,8 +173,9 @@ def test_a_cable_that_is_pulled_ends_both_hosts_each_naming_the_other(two_hosts,
     ends = {host: job.end(host) for host in NAMES}
     assert time.monotonic() - pulled < 45
     assert [status for status, _ in ends.values()] == [1, 1], ends
-    assert "host south (node 1) is lost" in "".join(ends["north"][1].splitlines()[-2:])
-    assert "host north (node 0) is lost" in "".join(ends["south"][1].splitlines()[-2:])
+    for here, there, ranks in (("north", "south (node 1)", "0-1"), ("south", "north (node 0)", "2-3")):
+        lost = f"error: host {there} is lost: nothing is heard from its launcher any more"
+        assert f"{lost}; ranks {ranks} wait in " in "".join(ends[here][1].splitlines()[-3:])
 
 
 @pytest.mark.proof

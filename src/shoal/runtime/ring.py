@@ -34,8 +34,8 @@ SLOTS = 512
 STACK_SIGNAL = signal.SIGUSR2  # Slurm's users like SIGUSR1 for their own ends
 UNRECORDED = "unrecorded"  # the phase of a rank that gave its ring up
 _CHANNELS = 64
-_LINE = 320
-_TEXT = 56  # characters of a text that are kept
+_LINE = 400
+_TEXT = 48  # characters of a text that are kept
 _MAX_TEXTS = 4096  # operations whose texts are kept ready; more would be shapes without end
 _words = threading.local()
 P = ParamSpec("P")
@@ -219,11 +219,6 @@ def install(ring: Ring | None) -> None:
     _current = ring
 
 
-def recording() -> bool:
-    """Say whether this process keeps a ring now."""
-    return _current is not None
-
-
 def mark(phase: str, step: int | None = None) -> str:
     """Say what this rank begins to do, where it keeps a ring; return what it did before."""
     if _current is None:
@@ -257,13 +252,13 @@ def answer_with_stacks(run_dir: Path, rank: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
-def read_ring(path: Path, rank: int) -> RankView | None:
-    """Read a ring, whatever state its rank is in; None where there is none, or one not yet begun."""
+def read_ring(path: Path, rank: int, *, whole: bool = True) -> RankView | None:
+    """Read a ring, if not `whole` without operations; None where there is none, or one not yet begun."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as ring:
-            lines = [
-                _parse(line) for line in ring[:].split(b"\n")
-            ]  # mapped: no bytes read, as ranks count them
+            # Mapped, as read bytes would count as progress where a rank looks at itself.
+            text = ring[:] if whole else ring[: (1 + _CHANNELS) * _LINE]
+            lines = [_parse(line) for line in text.split(b"\n")]
     except (OSError, ValueError):  # none, or an empty one
         return None
     if len(lines) <= 1 + _CHANNELS or not lines[0]:
@@ -283,7 +278,7 @@ def read_ring(path: Path, rank: int) -> RankView | None:
 def _parse(line: bytes) -> list[Any]:
     """Read a line; empty where it is, or is being written."""
     try:
-        return list(json.loads(line))
+        return list(json.loads(line)) if line.strip() else []
     except ValueError:
         return []
 

@@ -34,12 +34,12 @@ from shoal.runtime.ring import (
     Operation,
     RankView,
     read_ring,
-    recording,
     ring_path,
     stack_path,
 )
 
 _PERIOD_S = 1.0
+_WHOLE = 10  # every so many looks operations are compared, too, though there is progress: 3 ms a rank
 _START_S = 300.0  # for all ranks to begin, however short the limit
 _STACKS_S = 3.0
 _HOSTS_S = 5.0  # for the other hosts to tell of their ranks
@@ -74,7 +74,8 @@ class Watch:
         self._run_dir, self._ranks, self._hang_s = run_dir, list(ranks), hang_s
         self._host, self._share = host, share
         self._due = self._since = time.monotonic()
-        self._seen: list[int] = []
+        self._looks = 0
+        self._seen: list[tuple[int, int]] = []
         self._wrong: Verdict | None = None
 
     def troubled(self) -> bool:
@@ -83,26 +84,30 @@ class Watch:
         if now < self._due:
             return False
         self._due = now + _PERIOD_S
-        views = self.views()
+        self._looks += 1
+        still = now - self._since > 2 * _PERIOD_S
+        whole = still or self._wrong is not None or self._looks % _WHOLE == 0
+        views = [self._view(rank, whole=whole) for rank in self._ranks]
         if self._progressed(views):
             self._since = now
         quiet = now - self._since
-        others = self._share({"quiet": quiet, "views": told(views) if quiet > 2 * _PERIOD_S else []})
-        wrong, self._wrong = self._wrong, Scene(views + heard(o["views"] for o in others)).mismatch()
-        if wrong is not None and self._wrong is not None:  # seen twice: nothing half written
-            return True
+        others = self._share({"quiet": quiet, "views": told(views) if still else []})
+        if whole:
+            wrong, self._wrong = self._wrong, Scene(views + heard(o["views"] for o in others)).mismatch()
+            if wrong is not None and self._wrong is not None:  # seen twice: nothing half written
+                return True
         begun = all(view.state != "absent" for view in views)
         limit = self._hang_s if begun else max(self._hang_s, _START_S)
-        return min([quiet, *(other["quiet"] for other in others)]) > limit and not self._is_blind(views)
+        return min([quiet, *(other["quiet"] for other in others)]) > limit
 
     def views(self, *, stacks: bool = False) -> list[RankView]:
         """Read the rings of this host's ranks, and have those that can write their stacks."""
         asked = {}
         for view in map(self._view, self._ranks if stacks else ()):
             with contextlib.suppress(OSError):
-                path = stack_path(self._run_dir, view.rank)
-                asked[view.rank] = path, path.stat().st_size
                 if view.state == "running":
+                    path = stack_path(self._run_dir, view.rank)
+                    asked[view.rank] = path, path.stat().st_size
                     os.kill(view.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACKS_S
         while time.monotonic() < until and any(path.stat().st_size == old for path, old in asked.values()):
@@ -126,19 +131,14 @@ class Watch:
             pass
         return True
 
-    def _view(self, rank: int) -> RankView:
-        view = read_ring(ring_path(self._run_dir, rank), rank) or RankView(rank, "absent")
+    def _view(self, rank: int, *, whole: bool = True) -> RankView:
+        view = read_ring(ring_path(self._run_dir, rank), rank, whole=whole) or RankView(rank, "absent")
         state = _process_state(view.pid) if view.state == "running" else view.state
         return replace(view, state=state, host=self._host)
 
-    def _is_blind(self, views: list[RankView]) -> bool:
-        return any(view.phase == UNRECORDED for view in views)
-
     def _progressed(self, views: list[RankView]) -> bool:
-        seen = [view.beats for view in views] + [_io_bytes(view.pid) // _IO_BYTES for view in views]
-        moved = seen != self._seen
-        self._seen = seen
-        return moved
+        before, self._seen = self._seen, [(view.beats, _io_bytes(view.pid) // _IO_BYTES) for view in views]
+        return self._seen != before or any(view.phase == UNRECORDED for view in views)
 
 
 def told(views: Sequence[RankView]) -> list[dict[str, Any]]:
@@ -173,8 +173,6 @@ def watch_from_within(seat: Seat, run_dir: Path, hang_s: float) -> None:
 
     def look() -> None:
         while not watch.troubled():
-            if not recording():  # this rank has left the others
-                return
             time.sleep(_PERIOD_S / 2)
         if watch.speaks():
             views = watch.views(stacks=True)
@@ -185,6 +183,7 @@ def watch_from_within(seat: Seat, run_dir: Path, hang_s: float) -> None:
                 if view.state == "stopped":  # it would not hear of the end
                     os.kill(view.pid, signal.SIGKILL)
             os.write(2, f"error: {error}\n".encode())
+            time.sleep(_HOSTS_S * several)  # else the others fall over this end before they have spoken
         else:
             time.sleep(_SPEECH_S)  # whoever started us may end all ranks with the first
         os._exit(EXIT_FAILED)
