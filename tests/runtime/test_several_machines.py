@@ -105,7 +105,7 @@ def test_a_host_that_is_killed_is_named_and_training_goes_on_when_it_is_back(
         job.start(name, "--stop-after", "40")
     ends = {name: job.end(name) for name in NAMES}
     assert [status for status, _ in ends.values()] == [75, 75], ends
-    assert "resumed from step-00000020" in ends["north"][1]
+    assert re.search("resumed from step-000000[12]0", ends["north"][1])  # 20 may have been in the making
     assert "stopped after step 40" in ends["north"][1]
 
 
