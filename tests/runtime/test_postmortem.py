@@ -28,7 +28,7 @@ def rank(number, *plan, groups=None, **facts):
         counts[channel] = counts.get(channel, 0) + 1
         site = {"loss": "step.py:45", "stop": "stop.py:77"}.get(name, "allreduce.py:39")
         spoken = "all_reduce" if name in ("loss", "stop") else name
-        spelled = (shape, "float32", site, name, words[0] if words else "")
+        spelled = (f"{shape} float32", f"{name} at {site}", words[0] if words else "")
         operations.append(Operation(channel, counts[channel], step, moment, spoken, *spelled))
     channels = {
         name: Channel(counts.get(name, 0), "" if name == "world" else name, list(groups[name]))
@@ -83,7 +83,10 @@ def test_another_shape_is_named_at_its_number(behind):
     views = [training(n, 6, BUCKET(7, "[8]" if n == behind else "[64]"), step=7) for n in range(4)]
     verdict = judged(*views)
     assert verdict.ranks == (behind,)
-    assert f"rank {behind} issued all_reduce 7 of [8] float32 (gradient bucket 0 at " in verdict.sentence
+    assert (
+        f"rank {behind} issued all_reduce 7 of [8] float32 (gradient bucket 0, all_reduce at allreduce.py:39)"
+        in verdict.sentence
+    )
 
 
 def test_of_two_ranks_the_one_with_the_unheard_of_shape_is_named():

@@ -104,9 +104,12 @@ class Scene:
 
     def judge(self) -> Verdict:
         """Say why a job that makes no progress makes none."""
-        for find in (self.mismatch, self._lost, self._skipped, self._behind, self._parted):
+        for find in (self.mismatch, self._lost, self._skipped, self._behind):
             if verdict := find():
                 return verdict
+        # Or ranks came to one number of a group from different lines of the program.
+        if verdict := self._difference(lambda op: (_signature(op), op.caller, op.words)):
+            return verdict
         if not any(view.waiting for view in self._views.values()):
             return Verdict(f"no rank waits for another one; {self.clauses()}", ())
         hosts = sorted({view.host for view in self._views.values()})
@@ -143,14 +146,10 @@ class Scene:
 
     def _doing(self, view: RankView, *, at_fault: bool) -> tuple[str, str]:
         """Return verb and object: waits in an operation that others have not issued, or is somewhere."""
-        if view.state == "absent":
-            return "has", "not begun"
-        if view.state == "gone":
-            return "is", f"gone, last seen in {place(view)}"
-        if view.state == "stopped":
-            return "is", f"stopped by a signal in {place(view)}"
-        if view.state == "done":
-            return "is", "done"
+        if view.state != "running":
+            where = {"gone": ", last seen in {}", "stopped": " by a signal in {}"}.get(view.state, "")
+            said = f"{view.state}{where}".format(place(view))
+            return ("has", "not begun") if view.state == "absent" else ("is", said)
         pending = next(
             (op for op in view.operations if op.seq > min(self._issued[op.channel].values())), None
         )
@@ -197,7 +196,7 @@ class Scene:
         names = {}
         for op in view.operations:
             if op.step == step and self._descriptions[op.channel] != _LATER:
-                what = (op.channel, _signature(op), op.site, op.words)
+                what = (op.channel, _signature(op), op.caller, op.words)
                 count[what] += 1
                 names[op] = what, count[what]
         return names
@@ -205,19 +204,13 @@ class Scene:
     def _behind(self) -> Verdict | None:
         """Find ranks that did not issue what others wait for; best those that wait for nobody themselves."""
         lacking = {rank for rank, _ in self._lacking}
-        ahead = {
-            rank
-            for issued in self._issued.values()
-            for rank, count in issued.items()
-            if count > min(issued.values())
-        }
+        issued = [
+            (rank, count > min(of.values())) for of in self._issued.values() for rank, count in of.items()
+        ]
+        ahead = {rank for rank, more in issued if more}
         free = {rank for rank in lacking if not self._views[rank].waiting}
         ranks = sorted((free - ahead) or free or (lacking - ahead))
         return self._verdict(ranks) if ranks else None
-
-    def _parted(self) -> Verdict | None:
-        """Find the first number of a group at which ranks came from different lines of the program."""
-        return self._difference(lambda op: (_signature(op), op.site, op.words))
 
     def _difference(self, key: Callable[[Operation], Hashable]) -> Verdict | None:
         """Find the earliest number of a group at which operations differ by `key`, and say whose is odd."""
@@ -235,16 +228,16 @@ class Scene:
                 text = self._clause(ranks, "skipped", self._detailed(skipped))
                 return Verdict(f"{text} and issued {self._detailed(ops[ranks[0]])} instead", tuple(ranks))
         seen = Counter(key(op) for view in self._views.values() for op in view.operations)
-        order = sorted(kinds, key=lambda kind: (len(kinds[kind]), seen[kind], -kinds[kind][0]))
-        told = [self._clause(kinds[kind], "issued", self._detailed(ops[kinds[kind][0]])) for kind in order]
-        return Verdict(", where ".join(told), tuple(kinds[order[0]]))
+        order = sorted(kinds.items(), key=lambda kind: (len(kind[1]), seen[kind[0]], -kind[1][0]))
+        told = [self._clause(ranks, "issued", self._detailed(ops[ranks[0]])) for _, ranks in order]
+        return Verdict(", where ".join(told), tuple(order[0][1]))
 
     def _spoken(self, op: Operation) -> str:
         """Name an operation: "all_reduce 4711, gradient bucket 5"."""
-        return self._numbered(op) + (f", {op.words}" if op.words else f" ({op.function} at {op.site})")
+        return self._numbered(op) + (f", {op.words}" if op.words else f" ({op.caller})")
 
     def _detailed(self, op: Operation) -> str:
-        return f"{self._numbered(op)} of {op.shape} {op.dtype} ({op.words or op.function} at {op.site})"
+        return f"{self._numbered(op)} of {op.tensor} ({', '.join(filter(None, [op.words, op.caller]))})"
 
     def _numbered(self, op: Operation) -> str:
         description = self._descriptions.get(op.channel)
@@ -267,7 +260,7 @@ def place(view: RankView) -> str:
 
 
 def _signature(op: Operation) -> Hashable:
-    return "send and recv" if op.name in ("send", "recv") else op.name, op.shape, op.dtype
+    return "send and recv" if op.name in ("send", "recv") else op.name, op.tensor
 
 
 def _own_frame(stack: str) -> Frame | None:

@@ -34,8 +34,8 @@ SLOTS = 512
 STACK_SIGNAL = signal.SIGUSR2  # Slurm's users like SIGUSR1 for their own ends
 UNRECORDED = "unrecorded"  # the phase of a rank that gave its ring up
 _CHANNELS = 64
-_LINE = 400
-_TEXT = 48  # characters of a text that are kept
+_LINE = 360
+_TEXT = 64  # characters of a text that are kept
 _MAX_TEXTS = 4096  # operations whose texts are kept ready; more would be shapes without end
 _words = threading.local()
 P = ParamSpec("P")
@@ -49,10 +49,8 @@ class Operation(NamedTuple):
     step: int
     time: float
     name: str
-    shape: str
-    dtype: str
-    site: str  # file:line that called for it, outside of torch
-    function: str
+    tensor: str  # "[2, 3] float32"
+    caller: str  # "function at file:line", outside of torch
     words: str
 
 
@@ -196,17 +194,11 @@ class Ring:
 
     def _spell(self, key: tuple[Any, ...]) -> str:
         name, shape, dtype, code, line, words = key
-        texts = (
-            name,
-            "" if shape is None else str(list(shape)),
-            "" if dtype is None else str(dtype).removeprefix("torch."),
-            f"{Path(code.co_filename).name}:{line}" if code else "",
-            code.co_name if code else "",
-            words,
-        )
+        tensor = "" if shape is None else f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+        caller = f"{code.co_name} at {Path(code.co_filename).name}:{line}" if code else ""
         if len(self._texts) >= _MAX_TEXTS:
             self._texts.clear()
-        self._texts[key] = json.dumps([text[:_TEXT] for text in texts])[1:-1]
+        self._texts[key] = json.dumps([text[:_TEXT] for text in (name, tensor, caller, words)])[1:-1]
         return self._texts[key]
 
 
