@@ -32,13 +32,13 @@ from tests.tiny_dataset import write_dataset
 # shards take one micro-step; a pipeline needs smaller ones, and has replicas with such ones for its peer.
 CPU = {
     "n_layers": 5,
-    "d_model": 512,
-    "n_heads": 8,
-    "vocab_size": 6_100,
-    "padded_vocab_size": 6_144,
+    "d_model": 384,
+    "n_heads": 6,
+    "vocab_size": 4_600,
+    "padded_vocab_size": 4_608,
     "seq_len": 256,
-    "global_batch_size": 32,
-    "micro_batch_size": 16,
+    "global_batch_size": 64,
+    "micro_batch_size": 32,
     "dtype": "fp32",
     "split": (3, 2),
 }
@@ -49,15 +49,21 @@ GPU = CPU | {
     "vocab_size": 50_257,
     "padded_vocab_size": 50_304,
     "seq_len": 1024,
-    "global_batch_size": 64,
     "micro_batch_size": 8,
     "dtype": "bf16",
     "split": (),
 }
-TINY = CPU | {"n_layers": 2, "d_model": 64, "n_heads": 2, "split": ()}
+TINY = CPU | {
+    "n_layers": 2,
+    "d_model": 64,
+    "n_heads": 2,
+    "global_batch_size": 16,
+    "micro_batch_size": 8,
+    "split": (),
+}
 BARE = "bare torch tp2"
 OFFLOAD = " offload"
-SMALL = " in micro-batches of 4"
+SMALL = " in micro-batches of 8"
 SKIPPED = 2  # steps of each run that do not count
 
 
@@ -75,7 +81,7 @@ def layouts_for(device: str, ranks: int) -> list[str]:
 def train(words: str, work: dict[str, Any], data: Path, run: Path, steps: int) -> list[dict[str, Any]]:
     """Run `shoal train` under a layout and return its metrics."""
     layout = words.split()[0]
-    micro = 4 if words.endswith(SMALL) else work["micro_batch_size"]
+    micro = 8 if words.endswith(SMALL) else work["micro_batch_size"]
     settings = {f"model.{name}": work[name] for name in ("n_layers", "d_model", "n_heads")}
     settings |= {f"train.{name}": work[name] for name in ("seq_len", "global_batch_size")}
     settings |= {"train.micro_batch_size": micro}
@@ -141,7 +147,7 @@ def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[s
         told["tp2 / bare torch tp2"] = rate["tp2"] / rate[BARE]
     pipeline, peer = f"pp{ranks}{SMALL}", f"dp{ranks}{SMALL}"
     if pipeline in rate and peer in rate:
-        micro = work["global_batch_size"] // 4
+        micro = work["global_batch_size"] // 8
         told["1f1b bubble formula m / (m + p - 1)"] = formula = micro / (micro + ranks - 1)
         told[f"{pipeline} / (dp{ranks} x bubble formula)"] = rate[pipeline] / (rate[peer] * formula)
     return {name: round(value, 4) for name, value in told.items()}
