@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from shoal.cli import app
+from shoal.config.sections import Config
 
 COMMANDS = sorted(name for name in app if not name.startswith("-"))
-GROUPS = {"checkpoint": ("ls", "verify", "rm")}
+GROUPS = {"checkpoint": ("gather", "ls", "verify", "rm")}
 LEAVES = [
     (name, *sub) for name in COMMANDS for sub in ([(s,) for s in GROUPS[name]] if name in GROUPS else [()])
 ]
@@ -99,3 +101,28 @@ def test_users_error_is_a_sentence_without_a_traceback(tmp_path):
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ")
+
+
+def settings_with_another_value():
+    """Yield section, field and a valid value that is not the default, as it is typed."""
+    others = {"parallel.zero": "3", "train.profile": None}
+    for section, values in Config().model_dump().items():
+        for field, default in values.items():
+            name = f"{section}.{field}"
+            choices = get_args(type(getattr(Config(), section)).model_fields[field].annotation)
+            if isinstance(default, bool):
+                value = "" if not default else None
+            elif isinstance(default, str):
+                value = next((choice for choice in choices if choice != default), None)
+            else:
+                value = str(default) if isinstance(default, int | float) else None
+            if (value := others.get(name, value)) is not None:
+                yield section, field, value
+
+
+@pytest.mark.parametrize(("section", "field", "value"), list(settings_with_another_value()))
+def test_every_setting_can_be_given_on_the_command_line(section, field, value):
+    option = f"--{section}.{field.replace('_', '-')}"
+    _, bound, _ = app.parse_args(["train", "tiny", option, *([value] if value else [])])
+    given = getattr(getattr(bound.arguments["settings"], section), field)
+    assert str(given) == (value or "True")

@@ -193,7 +193,7 @@ class Parallel(Section):
     zero_bubble also splits each backward pass."""
     split: tuple[NonNegativeInt, ...] = ()
     """Layers of each pipeline part, first to last; empty means as even as possible."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: int = Field(default=0, ge=0, le=3)
     """ZeRO: 0 replicates everything, 1 shards the optimiser's state, 2 also gradients, 3 also weights."""
     dp_shard: NonNegativeInt = 0
     """Processes that share one sharded copy, replicated over the rest; 0 means all that tp and pp leave."""
