@@ -19,13 +19,14 @@ def data(tmp_path_factory):
 
 def batches_and_threads(run_dir, values):
     """Return the batches of some steps in odd order, and the reading threads left after a whole training."""
+    before = set(threading.enumerate())
     job = make_job(run_dir, values)
     batches = [job.task.batch(step) for step in (1, 2, 5, 2)]
     for batch in batches:
         assert np.array_equal(batch.tokens, job.task.loader.batch(batch.step).tokens)
         assert np.array_equal(batch.tokens_bt, batch.tokens)
     assert train(job)
-    names = [thread.name for thread in threading.enumerate()]
+    names = [thread.name for thread in set(threading.enumerate()) - before]
     return [batch.samples for batch in batches], [name for name in names if name.startswith("ahead")]
 
 
