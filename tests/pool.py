@@ -159,3 +159,8 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            # It holds meshes of this job, which look like those of the next one, and whose groups are gone.
+            _clear_sharding_prop_cache()

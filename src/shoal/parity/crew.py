@@ -56,7 +56,6 @@ class Crew:
     def __init__(self, size: int, runtime: Runtime, preload: Sequence[str]) -> None:
         """Start `size` processes; `preload` are modules to import once for all of them."""
         quieten_libraries()
-        choose_interface("127.0.0.1", across_hosts=False)
         self._timeout_s = runtime.timeout_s
         self._calls = 0
         listener = socket.create_server(("127.0.0.1", 0))
@@ -181,6 +180,7 @@ def _serve(pipe: Connection, port: int, runtime: Runtime) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     quieten_libraries()
+    choose_interface("127.0.0.1", across_hosts=False)
     torch.set_num_interop_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     pipe.send(("ready", None))

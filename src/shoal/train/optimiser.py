@@ -114,8 +114,12 @@ def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
 
     torch makes the state lazily and offers no other way. One parameter after the other, and those alike with
     one gradient: a rank that loads a checkpoint need not have as many as it has parameters, and what is freed
-    between what stays would be lost, because aligned memory does not fit into a gap of its own size.
+    between what stays would be lost, because aligned memory does not fit into a gap of its own size. The
+    gradients of a step that was left out, which may not be finite, take no part.
     """
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     decays = [group["weight_decay"] for group in optimiser.param_groups]
     for group in optimiser.param_groups:
         group["weight_decay"] = 0.0  # momentum would begin with it
@@ -131,3 +135,5 @@ def _make_state(parameters: list[nn.Parameter], optimiser: Optimiser) -> None:
             count.zero_()
     for group, decay in zip(optimiser.param_groups, decays, strict=True):
         group["weight_decay"] = decay
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
