@@ -115,6 +115,7 @@ def test_two_terminals(two_hosts, environment, tmp_path):
     assert steps(tmp_path / "run") == 3
 
 
+@pytest.mark.proof
 def test_ssh_starts_all_hosts_and_stops_them_with_everything_saved(two_hosts, environment, tmp_path):
     environment["HOSTS"] = " ".join(ADDRESSES.values())
     words = ["bash", str(LAUNCH / "ssh.sh"), *SIZES, "--run-dir", "my run", "--nproc", "2"]

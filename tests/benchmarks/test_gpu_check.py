@@ -36,13 +36,17 @@ def test_a_machine_without_a_gpu_is_refused_in_a_sentence():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
-    output = tmp_path / "record.json"
-    done = check("--part", "train", "--device", "cpu", "--tiny", "--output", output)
+def tiny_record(part, output):
+    """Go through a part with a tiny model on the CPU and return its record."""
+    done = check("--part", part, "--device", "cpu", "--tiny", "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gpu tests: passed; timing: done" in done.stdout
-    record = json.loads(output.read_text())
+    return json.loads(output.read_text())
+
+
+@pytest.mark.timeout(600)
+def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
+    record = tiny_record("train", tmp_path / "record.json")
     assert {entry["system"] for entry in record["results"]} == {"shoal", "transformers"}
     for entry in record["results"]:
         assert entry["median_tokens_per_s"] > 0
@@ -52,13 +56,10 @@ def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
     assert record["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_the_part_of_layouts_runs_on_a_cpu_with_a_tiny_model(tmp_path):
-    output = tmp_path / "record.json"
-    done = check("--part", "layouts", "--device", "cpu", "--tiny", "--output", output)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "gpu tests: passed; timing: done" in done.stdout
-    record = json.loads(output.read_text())
+    record = tiny_record("layouts", tmp_path / "record.json")
     assert set(record["results"]) == {"dp2", "tp2", "bare torch tp2"}
     assert all(entry["median_tokens_per_s"] > 0 for entry in record["results"].values())
     assert record["summary"]["tp2 / bare torch tp2"] > 0

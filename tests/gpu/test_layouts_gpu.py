@@ -11,28 +11,13 @@ import sys
 import pytest
 import torch
 
-from shoal.config.sections import Runtime
-from shoal.runtime import process as processes
-from tests.gpu.test_train_gpu import DEVICE, make_job, run
-from tests.tiny_dataset import random_dataset
+from tests.gpu.test_train_gpu import make_job, run
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("group"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    """A process group of one rank, NCCL for CUDA tensors, for the module."""
-    processes.join(Runtime(device=DEVICE, threads=1, timeout_s=60))
-    yield
-    processes.leave()
-
-
-@pytest.fixture
-def data(tmp_path):
-    return random_dataset(tmp_path / "data")
 
 
 @pytest.mark.parametrize("offload", [False, True])

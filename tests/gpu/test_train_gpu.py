@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.config.load import validate
-from shoal.config.sections import Optimizer, Runtime
+from shoal.config.sections import Optimizer
 from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.dropout import keyed_dropout, site_id
@@ -28,28 +28,15 @@ from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
 from shoal.train.optimiser import build_optimiser
 from shoal.train.request import Request
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import tiny_config
 
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("group"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 STYLES = {"gpt2": {}, "llama": {"style": "llama", "n_heads": 4, "n_kv_heads": 2, "d_ff": 64}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    """A process group of one rank, NCCL for CUDA tensors, for the module."""
-    processes.join(Runtime(device=DEVICE, threads=1, timeout_s=60))
-    yield
-    processes.leave()
-
-
-@pytest.fixture
-def data(tmp_path):
-    return random_dataset(tmp_path / "data")
 
 
 def make_job(run_dir, dataset, device=DEVICE, *, reset_documents=False, **sections):

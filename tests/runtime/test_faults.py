@@ -181,6 +181,7 @@ def test_after_a_verdict_the_job_starts_again_from_its_checkpoint(data, tmp_path
     assert "resumed from step-00000005" in screen
 
 
+@pytest.mark.proof
 def test_without_our_launcher_a_rank_speaks_and_all_end(data, tmp_path):
     fault = "import os, time\ndef unwell(step):\n    return step == 7 and os.environ.get('RANK') == '1'\n"
     (tmp_path / "sitecustomize.py").write_text(fault + SLEEP)

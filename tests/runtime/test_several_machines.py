@@ -68,7 +68,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("dp4", marks=pytest.mark.proof), "dp2*tp2"])
 def test_two_hosts_train_as_one_process_does(two_hosts, data, tmp_path, layout):
     run = tmp_path / "run"
     job = Job(two_hosts, data, run, tmp_path, "--train.steps", "5", *LAYOUTS[layout])

@@ -224,7 +224,7 @@ def log_of(run):
 
 
 def test_the_time_limit_saves_and_exits_75(data, tmp_path):
-    status, screen = shoal(data, tmp_path, "--train.steps", "1000000", "--max-time", "1")
+    status, screen = shoal(data, tmp_path, "--train.steps", "100000", "--max-time", "1")
     assert status == 75
     assert "by the time limit of 1 s; all is saved" in screen
 
@@ -323,7 +323,7 @@ def test_ranks_that_a_launcher_started_do_not_launch_again(data, tmp_path):
 
 
 def test_the_time_limit_counts_over_restarts(data, tmp_path):
-    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "1000000", "--max-time", "14")
+    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000", "--max-time", "14")
     began = time.monotonic()
     running.wait_for_step(5)
     os.kill(running.pid(1), signal.SIGKILL)

@@ -26,6 +26,7 @@ from shoal.models.decoder import Block, Decoder, without_padding
 
 _COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  # cut by what they put out
 _ROW = ("attention.o", "mlp.down")  # cut by what they take in
+Exchange = Callable[[Tensor], Tensor]
 
 
 class Axis:
@@ -190,14 +191,18 @@ class TensorParallel:
     @torch.compiler.disable
     def _enter(self, x_btd: Tensor) -> Tensor:
         """Give every rank the whole sequences, before what is cut by heads, width or ids."""
-        exchange = _GatherSequence if self._sequence else _SumBackward
-        return cast(Tensor, exchange.apply(x_btd, self._axis))
+        axis = self._axis
+        if self._sequence:
+            return cast(Tensor, _Exchange.apply(x_btd, axis.gather_sequence, axis.scatter_sequence))
+        return cast(Tensor, _Exchange.apply(x_btd, _as_it_is, axis.all_reduce))
 
     @torch.compiler.disable
     def _leave(self, x_btd: Tensor) -> Tensor:
         """Sum what all ranks have worked out; keep the own part of each sequence only, if they are cut."""
-        exchange = _ScatterSequence if self._sequence else _SumForward
-        return cast(Tensor, exchange.apply(x_btd, self._axis))
+        axis = self._axis
+        if self._sequence:
+            return cast(Tensor, _Exchange.apply(x_btd, axis.scatter_sequence, axis.gather_sequence))
+        return cast(Tensor, _Exchange.apply(x_btd, axis.all_reduce, _as_it_is))
 
     def _own_part(self, positions_bt: Tensor) -> Tensor:
         return (
@@ -237,47 +242,21 @@ def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
     return parameter.to_local(), row, column
 
 
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class _Exchange(torch.autograd.Function):
+    """Changes activations on the way forward, and their gradients on the way back."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(grads[0]), None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return axis.all_reduce(x)
+    def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.exchange = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange(grads[0]), None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_btd: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.gather_sequence(x_btd)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.scatter_sequence(grads[0]), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_btd: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.scatter_sequence(x_btd)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.gather_sequence(grads[0]), None
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
