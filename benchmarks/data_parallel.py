@@ -25,11 +25,17 @@ from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import write_dataset
 
 VOCAB_SIZE = 50_257
-OPTIONS = [
-    *("--model.n_layers=6", "--model.d_model=384", "--model.n_heads=6", "--model.max_seq_len=256"),
-    *("--train.global_batch_size=32", "--train.micro_batch_size=8", "--train.seq_len=256"),
-    *("--schedule.warmup_steps=0", "--eval.every=0"),
-]
+SETTINGS = {
+    "model.n_layers": 6,
+    "model.d_model": 384,
+    "model.n_heads": 6,
+    "model.max_seq_len": 256,
+    "train.global_batch_size": 32,
+    "train.micro_batch_size": 8,
+    "train.seq_len": 256,
+    "schedule.warmup_steps": 0,
+    "eval.every": 0,
+}
 STEP_TOKENS = 32 * 256
 
 
@@ -42,10 +48,11 @@ def random_tokens(folder: Path) -> Path:
     return write_dataset(folder, splits, VOCAB_SIZE, VOCAB_SIZE - 1)
 
 
-def train(data: Path, run: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run `shoal train` and return its metrics."""
+def train(data: Path, run: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run `shoal train` with SETTINGS and these instead or besides; return its metrics."""
+    options = [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
     base = [sys.executable, "-m", "shoal", "train", "gpt2", "--data", str(data), "--run-dir", str(run)]
-    done = subprocess.run([*base, *OPTIONS, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([*base, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_metrics(run / "metrics.jsonl")
 
@@ -65,8 +72,8 @@ def compare(data: Path, folder: Path, dtype: str, repeats: int, steps: int) -> d
             lines = train(
                 data,
                 folder / f"{dtype}-{layout}-{repeat}",
-                *(f"--nproc={processes}", f"--runtime.threads={threads}"),
-                *(f"--precision.dtype={dtype}", f"--train.steps={steps}", "--checkpoint.every=0"),
+                {"nproc": processes, "runtime.threads": threads, "precision.dtype": dtype}
+                | {"train.steps": steps, "checkpoint.every": 0},
             )
             samples[layout].append(round(tokens_per_s(lines), 1))
             print(f"{dtype} {layout}: {samples[layout][-1]:,.0f} tokens/s", flush=True)
@@ -80,7 +87,7 @@ def compare(data: Path, folder: Path, dtype: str, repeats: int, steps: int) -> d
 
 def save_cost(data: Path, folder: Path) -> dict[str, Any]:
     """Save every other step; return how long training waited for the copy, and a step's time."""
-    lines = train(data, folder / "saves", "--nproc=2", "--train.steps=8", "--checkpoint.every=2")
+    lines = train(data, folder / "saves", {"nproc": 2, "train.steps": 8, "checkpoint.every": 2})
     held = [line["save_held_s"] for line in lines if "save_held_s" in line]
     steps = [line["seconds"] for line in lines if "loss" in line]
     return {

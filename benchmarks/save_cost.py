@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     wish = parser.parse_args()
     total = (wish.saves + 1) * wish.every
-    small = ("--train.global_batch_size=4", "--train.micro_batch_size=4", "--precision.dtype=fp32")
-    often = (f"--train.steps={total}", f"--checkpoint.every={wish.every}", "--train.log_every=1")
+    small = {"train.global_batch_size": 4, "train.micro_batch_size": 4, "precision.dtype": "fp32"}
+    often = {"train.steps": total, "checkpoint.every": wish.every, "train.log_every": 1}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = train(random_tokens(folder / "data"), folder / "run", *small, *often)
+        lines = train(random_tokens(folder / "data"), folder / "run", small | often)
     held = {line["step"]: line["save_held_s"] for line in lines if "save_held_s" in line}
     steps = {line["step"]: line["seconds"] for line in lines if "loss" in line}
     # The second half between two saves is free of them: a save is done long before.

@@ -39,9 +39,9 @@ class Axis:
         self._phase = phase
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`."""
+        """Return the sum of every rank's `x`, in its memory if it is contiguous."""
         with self._phase("tp"):
-            total = x.clone(memory_format=torch.contiguous_format)
+            total = x.contiguous()
             dist.all_reduce(total, group=self._group)
             return total
 
@@ -243,12 +243,18 @@ def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Changes activations on the way forward, and their gradients on the way back."""
+    """Changes activations on the way forward, and their gradients on the way back, where it can in place.
+
+    Both are fresh from a matrix product or a mask, and nobody else's.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.exchange = backward
-        return forward(x)
+        changed = forward(x)
+        if changed is x:
+            ctx.mark_dirty(x)
+        return changed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
