@@ -1,8 +1,11 @@
 """A GPT-2 cut over ranks by hand in bare torch: tensor parallelism without any framework around it.
 
-torchrun --nproc 2 -m benchmarks.bare_tensor_parallel '{"n_layers": 9, ...}'    prints seconds of each step
+torchrun --nproc 2 -m benchmarks.bare_tensor_parallel '{"n_layers": 9, ...}' FILE
+
+trains until it is stopped, and adds a line with its seconds to FILE for each step.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -95,8 +98,7 @@ def main():
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    seconds = []
-    for step in range(work["steps"]):
+    for step in itertools.count():
         torch.manual_seed(step)
         tokens = torch.randint(0, work["vocab_size"], (work["global_batch_size"], work["seq_len"] + 1))
         began = time.perf_counter()
@@ -107,10 +109,9 @@ def main():
         torch._foreach_mul_([p.grad for p in model.parameters()], (1 / own.sqrt()).clamp(max=1.0))
         optimiser.step()
         optimiser.zero_grad()
-        seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        print(json.dumps(seconds))
-    dist.destroy_process_group()
+        if rank == 0:
+            with open(sys.argv[2], "a") as file:
+                file.write(json.dumps({"seconds": time.perf_counter() - began}) + "\n")
 
 
 if __name__ == "__main__":

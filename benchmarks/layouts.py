@@ -3,21 +3,25 @@
 On a machine with GPUs: over all of them; with one, sharding by one process, and its offload, beside plain
 training.
 
-Every sample is a fresh `shoal train` (or the bare loop under torchrun) of two processes with one thread;
-samples of all layouts take turns, and the first two steps of each do not count.
+Each layout is a `shoal train` (or the bare loop under torchrun) of two processes with one thread. All are up
+together and take turns of a few steps, in which the others stand still: what else the machine does, all meet
+alike. The first six steps of each, in which memory grows, do not count, nor the first of each turn.
 
-    python -m benchmarks.layouts [--repeats 5] [--steps 6] [--layouts dp2 zero2x2 ...]
+    python -m benchmarks.layouts [--repeats 8] [--steps 4] [--layouts dp2 zero2x2 ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +36,14 @@ from tests.tiny_dataset import write_dataset
 # shards take one micro-step; a pipeline needs smaller ones, and has replicas with such ones for its peer.
 CPU = {
     "n_layers": 5,
-    "d_model": 384,
-    "n_heads": 6,
-    "vocab_size": 4_600,
-    "padded_vocab_size": 4_608,
+    "d_model": 256,
+    "n_heads": 4,
+    "vocab_size": 3_060,
+    "padded_vocab_size": 3_072,
     "seq_len": 256,
-    "global_batch_size": 64,
-    "micro_batch_size": 32,
+    "global_batch_size": 32,
+    "micro_batch_size": 16,
+    "small_micro_batch_size": 4,
     "dtype": "fp32",
     "split": (3, 2),
 }
@@ -49,7 +54,9 @@ GPU = CPU | {
     "vocab_size": 50_257,
     "padded_vocab_size": 50_304,
     "seq_len": 1024,
+    "global_batch_size": 64,
     "micro_batch_size": 8,
+    "small_micro_batch_size": 4,
     "dtype": "bf16",
     "split": (),
 }
@@ -63,8 +70,8 @@ TINY = CPU | {
 }
 BARE = "bare torch tp2"
 OFFLOAD = " offload"
-SMALL = " in micro-batches of 8"
-SKIPPED = 2  # steps of each run that do not count
+SMALL = " in small micro-batches"
+SKIPPED = 6  # steps of each run that do not count
 
 
 def layouts_for(device: str, ranks: int) -> list[str]:
@@ -78,14 +85,71 @@ def layouts_for(device: str, ranks: int) -> list[str]:
     return [f"dp{ranks}", *sharded, f"tp{ranks}", *bare, f"dp{ranks}{SMALL}", f"pp{ranks}{SMALL}"]
 
 
-def train(words: str, work: dict[str, Any], data: Path, run: Path, steps: int) -> list[dict[str, Any]]:
-    """Run `shoal train` under a layout and return its metrics."""
+class Running:
+    """Two or more ranks that train under a layout for as long as they are let."""
+
+    def __init__(self, command: list[str], steps: Path, environment: dict[str, str]) -> None:
+        """Start a command that adds a JSON line with its seconds to the file `steps` for each step."""
+        self._log = steps.with_name(f"{steps.parent.name}.log").open("w+")
+        self._steps = steps
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=os.environ | environment
+        )
+        self.samples: list[list[dict[str, Any]]] = []
+
+    def turn(self, steps: int, skipped: int) -> None:
+        """Go on for some steps and keep what the last ones took; the first ones hold a pause, or a start."""
+        self._signal(signal.SIGCONT)
+        done = len(self._lines())
+        while len(self._lines()) < done + skipped + steps:
+            if self._process.poll() is not None:
+                self._log.seek(0)
+                sys.exit(f"a run ended early:\n{self._log.read()}")
+            time.sleep(0.05)
+        self._signal(signal.SIGSTOP)
+        self.samples.append(self._lines()[done + skipped : done + skipped + steps])
+
+    def end(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _lines(self) -> list[dict[str, Any]]:
+        lines = read_metrics(self._steps) if self._steps.exists() else []
+        return [line for line in lines if "seconds" in line]
+
+    def _signal(self, number: int) -> None:
+        for pid in descendants(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all below it, parents first."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def start(words: str, work: dict[str, Any], data: Path, run: Path) -> Running:
+    """Start `shoal train` under a layout, or the loop that cuts a model by hand."""
+    run.mkdir()
+    if words == BARE:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        command += ["-m", "benchmarks.bare_tensor_parallel", json.dumps(work), str(run / "metrics.jsonl")]
+        return Running(command, run / "metrics.jsonl", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     layout = words.split()[0]
-    micro = 8 if words.endswith(SMALL) else work["micro_batch_size"]
+    micro = work[f"{'small_' * words.endswith(SMALL)}micro_batch_size"]
     settings = {f"model.{name}": work[name] for name in ("n_layers", "d_model", "n_heads")}
     settings |= {f"train.{name}": work[name] for name in ("seq_len", "global_batch_size")}
-    settings |= {"train.micro_batch_size": micro}
-    settings |= {"model.max_seq_len": work["seq_len"], "train.steps": steps, "train.compile": "off"}
+    settings |= {"train.micro_batch_size": micro, "train.log_every": 1}
+    settings |= {"model.max_seq_len": work["seq_len"], "train.steps": 100_000, "train.compile": "off"}
     settings |= {"checkpoint.every": 0, "eval.every": 0, "runtime.threads": 1}
     settings |= {"precision.dtype": work["dtype"], "runtime.device": work["device"]}
     options = [f"--{name}={value}" for name, value in settings.items()]
@@ -94,48 +158,45 @@ def train(words: str, work: dict[str, Any], data: Path, run: Path, steps: int) -
     if words.endswith(OFFLOAD):
         options.append("--parallel.offload")
     base = [sys.executable, "-m", "shoal", "train", "gpt2", "--data", str(data), "--run-dir", str(run)]
-    command = [*base, "--layout", layout, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line][SKIPPED:]
-
-
-def train_bare(work: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """Run the loop that cuts a model by hand."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.bare_tensor_parallel", json.dumps(work | {"steps": steps})]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [{"seconds": seconds} for seconds in json.loads(done.stdout)][SKIPPED:]
+    return Running([*base, "--layout", layout, *options], run / "metrics.jsonl", {})
 
 
 def measure(
     layouts: list[str], work: dict[str, Any], data: Path, folder: Path, *, repeats: int, steps: int
 ) -> dict[str, Any]:
-    """Let all layouts take turns; return the samples, and the parts of a median step."""
-    results: dict[str, Any] = {words: {"tokens_per_s": [], "parts_s": {}} for words in layouts}
-    for repeat in range(repeats):
+    """Start all layouts and let them take turns; return the samples, and the parts of a median step.
+
+    Each turn is a sample. Whoever does not have it stands still, so that all see the same machine.
+    """
+    running: dict[str, Running] = {}
+    try:
         for number, words in enumerate(layouts):
-            if words == BARE:
-                lines = train_bare(work, steps)
-            else:
-                lines = train(words, work, data, folder / f"run-{repeat}-{number}", steps)
-            step_tokens = work["global_batch_size"] * work["seq_len"]
-            rate = step_tokens / statistics.median(line["seconds"] for line in lines)
-            results[words]["tokens_per_s"].append(round(rate, 1))
-            results[words]["parts_s"] = {
-                name: round(statistics.median(line[name] for line in lines), 4)
-                for name in lines[0]
-                if name.endswith("_s") and name != "save_held_s"
-            }
-            if words != BARE:
-                logged = max(line.get("peak_bytes", 0) for line in lines)  # the last step's at the least
-                results[words]["peak_bytes_of_all_ranks"] = logged
-            print(f"{words}: {rate:,.0f} tokens/s", flush=True)
-    for entry in results.values():
-        entry["median_tokens_per_s"] = statistics.median(entry["tokens_per_s"])
-    return results
+            running[words] = start(words, work, data, folder / f"run-{number}")
+            running[words].turn(1, SKIPPED)
+            running[words].samples.clear()
+        for repeat in range(repeats):
+            order = layouts[repeat % len(layouts) :] + layouts[: repeat % len(layouts)]
+            for words in order:
+                running[words].turn(steps, 1)
+            print(f"round {repeat + 1} of {repeats} is done", flush=True)
+    finally:
+        for one in running.values():
+            one.end()
+    return {words: figures(one.samples, work) for words, one in running.items()}
+
+
+def figures(samples: list[list[dict[str, Any]]], work: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens/s of each turn's median step, and the parts of a median step of all turns."""
+    step_tokens = work["global_batch_size"] * work["seq_len"]
+    rates = [step_tokens / statistics.median(line["seconds"] for line in lines) for lines in samples]
+    steps = [line for lines in samples for line in lines]
+    parts = [name for name in steps[0] if name.endswith("_s") and name != "save_held_s"]
+    return {
+        "tokens_per_s": [round(rate, 1) for rate in rates],
+        "median_tokens_per_s": round(statistics.median(rates), 1),
+        "parts_s": {name: round(statistics.median(line[name] for line in steps), 4) for name in parts},
+        "peak_bytes_of_all_ranks": max((line.get("peak_bytes", 0) for line in steps), default=0),
+    }
 
 
 def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[str, float]:
@@ -147,7 +208,7 @@ def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[s
         told["tp2 / bare torch tp2"] = rate["tp2"] / rate[BARE]
     pipeline, peer = f"pp{ranks}{SMALL}", f"dp{ranks}{SMALL}"
     if pipeline in rate and peer in rate:
-        micro = work["global_batch_size"] // 8
+        micro = work["global_batch_size"] // work["small_micro_batch_size"]
         told["1f1b bubble formula m / (m + p - 1)"] = formula = micro / (micro + ranks - 1)
         told[f"{pipeline} / (dp{ranks} x bubble formula)"] = rate[pipeline] / (rate[peer] * formula)
     return {name: round(value, 4) for name, value in told.items()}
@@ -155,8 +216,8 @@ def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, help="5 on CPUs, 2 on GPUs if left out")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--repeats", type=int, help="turns of each layout; 8 if left out, 2 with --tiny")
+    parser.add_argument("--steps", type=int, default=4, help="that count in each turn")
     parser.add_argument("--layouts", nargs="+", help="those that the machine allows if left out")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tiny", action="store_true", help="a model of no interest, to try all paths")
@@ -165,7 +226,7 @@ def main() -> None:
     on_gpus = wish.device == "cuda"
     ranks = torch.cuda.device_count() if on_gpus else 2
     work = (TINY if wish.tiny else GPU if on_gpus else CPU) | {"device": wish.device}
-    repeats = wish.repeats or (1 if wish.tiny else 2 if on_gpus else 5)
+    repeats = wish.repeats or (2 if wish.tiny else 8)
     with tempfile.TemporaryDirectory(prefix="layouts-") as name:
         ids = np.random.default_rng(0).integers(0, work["vocab_size"] - 1, 600_000)
         data = write_dataset(
