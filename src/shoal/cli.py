@@ -279,6 +279,53 @@ def generate(
     run(checkpoint, prompt, input, output, device, tp, Wish(sampling, max_tokens, samples, batch_size))
 
 
+bench = App(name="bench", help="Measure how replicas, networks and frameworks really perform.")
+app.command(bench)
+
+
+@bench.command
+def collectives(
+    *,
+    nproc: int = 0,
+    transport: Literal["torch", "mpi"] = "torch",
+    algorithms: tuple[str, ...] = (),
+    sizes: tuple[str, str] = ("1KB", "256MB"),
+    dtype: Literal["float32", "float64", "float16", "bfloat16", "int32", "int64"] = "float32",
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Time each all-reduce by size, beside the back end's own; check its result; fit latency and bandwidth.
+
+    Columns are those of nccl-tests: algbw is the tensor's bytes a second, busbw what the best algorithm
+    would send from each rank in that time, #wrong the elements that are not the exact sum.
+
+    Example: shoal bench collectives --nproc 4 --sizes 64KB 64MB --plot collectives.png
+
+    Example: mpirun -n 4 shoal bench collectives --transport mpi
+
+    Parameters
+    ----------
+    nproc
+        Processes on this machine; 2 if left out. Under torchrun or srun theirs are used, on all hosts.
+    transport
+        torch: gloo between CPUs, NCCL between GPUs. mpi: the ranks that mpirun has started.
+    algorithms
+        Any of ring (whole tensors, as a first exercise), chunked_ring, tree, halving_doubling, hierarchical,
+        backend (the library's own). All but hierarchical if left out.
+    sizes
+        Least and most bytes of a tensor; each size between is four times the one before.
+    dtype
+        Format of the elements.
+    json
+        Write the table to this file, too.
+    plot
+        Draw times over sizes into this PNG.
+    """
+    from shoal.bench.collectives import command
+
+    return command(nproc, transport, algorithms, sizes, dtype, json, plot)
+
+
 @app.command
 def quickstart(*, output: Path = Path("quickstart")) -> None:
     """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery.

@@ -22,16 +22,16 @@ from shoal.data.dataset import open_dataset
 from shoal.errors import ConfigError, InputError
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
-from shoal.parity.crew import Crew
 from shoal.parity.judge import CURVE, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
 from shoal.parity.synthetic import write_dataset
 from shoal.parity.trial import Outcome, RunTrial, Trial, run_trial
+from shoal.runtime.crew import Crew
 from shoal.runtime.files import write_json
 from shoal.train.request import Request
 
 _EVAL_SEQUENCES = 16
 _PRELOAD = (
-    "shoal.parity.crew",
+    "shoal.runtime.crew",
     "shoal.parity.trial",
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",

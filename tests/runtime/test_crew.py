@@ -4,10 +4,10 @@ import pytest
 
 from shoal.config.sections import Runtime
 from shoal.errors import ShoalError
-from shoal.parity.crew import Crew
+from shoal.runtime.crew import Crew
 from tests.parity import sabotage
 
-PRELOAD = ("shoal.parity.crew",)
+PRELOAD = ("shoal.runtime.crew",)
 
 
 @pytest.fixture(scope="module")

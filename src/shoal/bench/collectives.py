@@ -1,0 +1,251 @@
+"""`shoal bench collectives`: every all-reduce beside the back end's own, by size, checked and fitted."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shoal.bench.ranks import on_ranks
+from shoal.bench.sizes import in_words, parse_bytes
+from shoal.comm.all_reduce import ALGORITHMS, all_reduce
+from shoal.comm.collectives import barrier
+from shoal.comm.cost import FORMULAS, Link, all_reduce_cost, fit_link
+from shoal.comm.transport import Transport
+from shoal.errors import InputError
+from shoal.runtime.files import write_json
+
+DEFAULT = ("backend", "ring", "chunked_ring", "tree", "halving_doubling")
+
+_BUDGET_S = 0.4  # for the repeats of one algorithm and size
+_MOST_REPEATS = 50
+_PATTERN = 3  # whole numbers below it are added: exact in bf16 too, on up to 128 ranks
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be measured."""
+
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm at one size: what nccl-tests prints, and what the formula says."""
+
+    algorithm: str
+    num_bytes: int
+    count: int
+    seconds: float  # of the slowest rank, median of the repeats
+    wrong: int  # elements, on all ranks
+    size: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the tensor a second."""
+        return self.num_bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes that the best algorithm sends from each rank, a second, whichever algorithm ran."""
+        return self.algorithm_bandwidth * 2 * (self.size - 1) / self.size
+
+
+def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list[Row]:
+    """Time each algorithm at each size, taking turns. Collective over the transport's ranks."""
+    rows = []
+    dtype = getattr(torch, ask.dtype)
+    for num_bytes in ask.sizes:
+        tell(f"all-reduce of {in_words(num_bytes)} on {transport.size} ranks")
+        count = max(1, num_bytes // dtype.itemsize)
+        samples: dict[str, list[float]] = {algorithm: [] for algorithm in ask.algorithms}
+        wrong = {algorithm: _count_wrong(transport, algorithm, count, dtype) for algorithm in ask.algorithms}
+        tensor = torch.ones(count, dtype=dtype, device=transport.device)
+        first = {algorithm: _time(transport, algorithm, tensor.zero_()) for algorithm in ask.algorithms}
+        repeats = {
+            algorithm: max(3, min(_MOST_REPEATS, int(_BUDGET_S / seconds)))
+            for algorithm, seconds in first.items()
+        }
+        for repeat in range(max(repeats.values())):
+            for algorithm in ask.algorithms:
+                if repeat < repeats[algorithm]:
+                    samples[algorithm].append(_time(transport, algorithm, tensor.zero_()))
+        rows += [
+            Row(
+                algorithm,
+                count * dtype.itemsize,
+                count,
+                statistics.median(samples[algorithm]),
+                wrong[algorithm],
+                transport.size,
+            )
+            for algorithm in ask.algorithms
+        ]
+    return rows
+
+
+def _time(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
+    """Return the seconds of one all-reduce on the slowest rank."""
+    barrier(transport)
+    begin = time.perf_counter()
+    all_reduce(transport, tensor, algorithm=algorithm)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=transport.device)
+    all_reduce(transport, seconds, "maximum", "tree")
+    return seconds.item()
+
+
+def _count_wrong(transport: Transport, algorithm: str, count: int, dtype: torch.dtype) -> int:
+    """Add known numbers and return how many elements, on all ranks, are not their sum."""
+    positions = torch.arange(count, device=transport.device)
+
+    def of(rank: int) -> torch.Tensor:
+        return (positions + rank).remainder_(_PATTERN).to(dtype)
+
+    expected = sum((of(rank) for rank in range(1, transport.size)), of(0))
+    tensor = of(transport.rank)
+    all_reduce(transport, tensor, algorithm=algorithm)
+    wrong = tensor.ne(expected).sum().view(1)
+    all_reduce(transport, wrong, "sum", "tree")
+    return int(wrong.item())
+
+
+def command(
+    nproc: int,
+    transport: str,
+    algorithms: tuple[str, ...],
+    sizes: tuple[str, str],
+    dtype: str,
+    json: Path | None,
+    plot: Path | None,
+) -> int:
+    """Measure, print the table and the link that explains it; return 1 if any result was wrong."""
+    for algorithm in algorithms:
+        if algorithm not in ALGORITHMS:
+            raise InputError(
+                f"there is no all-reduce {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}"
+            )
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
+    ask = Ask(algorithms or DEFAULT, _sizes_between(*map(parse_bytes, sizes)), dtype)
+    rows: list[Row] | None = on_ranks(nproc, transport, measure, ask)
+    if rows is None:  # another rank reports
+        return 0
+    links = {
+        algorithm: _fit([row for row in rows if row.algorithm == algorithm]) for algorithm in ask.algorithms
+    }
+    _print(rows, links, dtype)
+    if json is not None:
+        write_json(json, _report(rows, links, transport, dtype))
+    if plot is not None:
+        _draw(rows, links, plot)
+    return int(any(row.wrong for row in rows))
+
+
+def _sizes_between(least: int, most: int) -> tuple[int, ...]:
+    """Return sizes from the least on, each four times the one before."""
+    if not 0 < least <= most:
+        raise InputError(
+            f"--sizes {least} {most}: the first must be above 0 and not above the second",
+            hint="--sizes 1KB 256MB",
+        )
+    sizes = [least]
+    while sizes[-1] * 4 <= most:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes)
+
+
+def _fit(rows: list[Row]) -> Link | None:
+    """Return the link that explains an algorithm's times; None where there is no formula or one size."""
+    algorithm = rows[0].algorithm
+    if algorithm not in FORMULAS or len(rows) < 2 or rows[0].size < 2:
+        return None
+    costs = [all_reduce_cost(algorithm, row.size, row.num_bytes) for row in rows]
+    return fit_link(costs, [row.seconds for row in rows])
+
+
+def _expected_s(row: Row, link: Link | None) -> float | None:
+    return all_reduce_cost(row.algorithm, row.size, row.num_bytes).seconds(link) if link else None
+
+
+def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
+    """Print nccl-tests' columns, the time by formula, and the links."""
+    table = Table(title=f"all-reduce on {rows[0].size} ranks, {dtype}")
+    headings = ("size", "count", "algorithm", "ms", "algbw GB/s", "busbw GB/s", "#wrong", "formula ms")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.num_bytes != row.num_bytes:
+            table.add_section()
+        expected = _expected_s(row, links[row.algorithm])
+        table.add_row(
+            in_words(row.num_bytes),
+            f"{row.count:,}",
+            row.algorithm,
+            f"{row.seconds * 1e3:,.3f}",
+            f"{row.algorithm_bandwidth / 1e9:.3f}",
+            f"{row.bus_bandwidth / 1e9:.3f}",
+            str(row.wrong) if not row.wrong else f"[red]{row.wrong:,}[/]",
+            "" if expected is None else f"{expected * 1e3:,.3f}",
+        )
+    console = Console()
+    console.print(table)
+    for algorithm, link in links.items():
+        if link:
+            console.print(
+                f"{algorithm}: as if messages took {link.latency_s * 1e6:,.0f} us and went at "
+                f"{link.bytes_per_s / 1e9:.3f} GB/s",
+                highlight=False,
+            )
+
+
+def _report(rows: list[Row], links: dict[str, Link | None], transport: str, dtype: str) -> dict[str, Any]:
+    return {
+        "ranks": rows[0].size,
+        "transport": transport,
+        "dtype": dtype,
+        "links": {name: None if link is None else asdict(link) for name, link in links.items()},
+        "rows": [
+            {
+                "size": row.num_bytes,
+                "count": row.count,
+                "algorithm": row.algorithm,
+                "time_s": row.seconds,
+                "algbw_bytes_per_s": row.algorithm_bandwidth,
+                "busbw_bytes_per_s": row.bus_bandwidth,
+                "wrong": row.wrong,
+                "formula_s": _expected_s(row, links[row.algorithm]),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _draw(rows: list[Row], links: dict[str, Link | None], path: Path) -> None:
+    """Draw measured times over sizes, and those of the formulas as thin lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    title = f"all-reduce on {rows[0].size} ranks"
+    axes = figure.add_subplot(xlabel="bytes", ylabel="seconds", xscale="log", yscale="log", title=title)
+    for algorithm, link in links.items():
+        own = [row for row in rows if row.algorithm == algorithm]
+        sizes = [row.num_bytes for row in own]
+        (line,) = axes.plot(sizes, [row.seconds for row in own], marker="o", markersize=3, label=algorithm)
+        if link:
+            expected = [all_reduce_cost(algorithm, row.size, row.num_bytes).seconds(link) for row in own]
+            axes.plot(sizes, expected, linewidth=0.7, linestyle="--", color=line.get_color())
+    axes.grid(alpha=0.3)
+    axes.legend(title="dashed: by formula")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,27 @@
+"""Sizes in bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+
+def parse_bytes(words: str) -> int:
+    """Read 64, 1KB or 1.5MB, where 1 KB is 1,024 bytes.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?B|)", words.strip().upper())
+    if not found:
+        raise InputError(f"{words!r} is no size", hint="write 4096, 64KB, 1.5MB or 1GB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def in_words(num_bytes: int) -> str:
+    """Write a size with the largest unit that it reaches."""
+    unit = next(unit for unit in ("GB", "MB", "KB", "B") if num_bytes >= _UNITS[unit] or unit == "B")
+    return f"{num_bytes / _UNITS[unit]:.4g} {unit}"

@@ -1,0 +1,89 @@
+"""What an all-reduce costs by formula: rounds that follow each other, and bytes through the busiest rank.
+
+Seconds are rounds x latency + bytes / bandwidth, the model of Thakur, Rabenseifner and Gropp (2005) without
+the time to add, which is hidden where chunks are added as they arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two ranks."""
+
+    latency_s: float  # of a message
+    bytes_per_s: float  # one way
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one collective."""
+
+    num_rounds: int
+    num_bytes: float  # sent, or received if that is more, by the rank that has most to do
+
+    def seconds(self, link: Link) -> float:
+        """Return the time over a link."""
+        return self.num_rounds * link.latency_s + self.num_bytes / link.bytes_per_s
+
+
+def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
+    """Return what an algorithm costs on `size` ranks for a tensor of `num_bytes`.
+
+    Raises:
+        KeyError: There is no formula for the algorithm.
+    """
+    return FORMULAS[algorithm](size, num_bytes) if size > 1 else Cost(0, 0)
+
+
+def _ring(size: int, num_bytes: float) -> Cost:
+    return Cost(size - 1, (size - 1) * num_bytes)
+
+
+def _chunked_ring(size: int, num_bytes: float) -> Cost:
+    return Cost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
+
+
+def _tree(size: int, num_bytes: float) -> Cost:
+    """Count the root: it receives, then sends, a whole tensor at each level."""
+    levels = math.ceil(math.log2(size))
+    return Cost(2 * levels, 2 * levels * num_bytes)
+
+
+def _halving_doubling(size: int, num_bytes: float) -> Cost:
+    """Count a rank that takes in the tensor of one above the power of two, where there is one."""
+    levels = int(math.log2(size))
+    paired = 2**levels
+    extra = 2 if size > paired else 0
+    return Cost(2 * levels + extra, (2 * (paired - 1) / paired + extra) * num_bytes)
+
+
+FORMULAS: dict[str, Callable[[int, float], Cost]] = {
+    "ring": _ring,
+    "chunked_ring": _chunked_ring,
+    "tree": _tree,
+    "halving_doubling": _halving_doubling,
+}
+
+
+def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link:
+    """Return the latency and bandwidth that explain measured times best, by relative least squares.
+
+    Raises:
+        ValueError: Fewer than two different measurements.
+    """
+    if len({(cost.num_rounds, cost.num_bytes) for cost in costs}) < 2:
+        raise ValueError("a link is fitted to at least two different measurements")
+    # Normal equations of rounds/t * latency + bytes/t * (1/bandwidth) = 1.
+    rows = [(c.num_rounds / t, c.num_bytes / t) for c, t in zip(costs, seconds, strict=True)]
+    rr, rb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    r, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = rr * bb - rb * rb
+    latency, per_byte = (r * bb - b * rb) / determinant, (b * rr - r * rb) / determinant
+    if latency < 0:  # noise: the small messages were not slower than the large ones per byte
+        latency, per_byte = 0.0, b / bb
+    return Link(latency, 1 / per_byte)

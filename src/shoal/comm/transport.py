@@ -1,0 +1,135 @@
+"""What hand-written collectives need of a network: tensors from rank to rank, counted on their way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InputError
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Return when what was sent may be written, and what was received may be read."""
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent since it began to count."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
+
+
+class Transport(ABC):
+    """A rank's way to the others of its group.
+
+    Between two ranks tensors arrive in the order in which they were sent; sender and receiver agree on their
+    length and format. Tensors are contiguous and on `device`; empty ones are not sent.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device | None = None, traffic: Traffic | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device or torch.device("cpu")
+        self.traffic = traffic or Traffic()
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def isend(self, tensor: Tensor, to: int) -> Handle:
+        """Start to send a tensor."""
+        return self._start([(tensor, to)], [])
+
+    def irecv(self, tensor: Tensor, source: int) -> Handle:
+        """Start to receive into a tensor."""
+        return self._start([], [(tensor, source)])
+
+    def iexchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Handle:
+        """Start to send and to receive at once, as ranks must that all do both before any waits."""
+        return self._start([(outgoing, to)], [(incoming, source)])
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor; return when it may be written again."""
+        self.isend(tensor, to).wait()
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        """Receive into a tensor; return when it is there."""
+        self.irecv(tensor, source).wait()
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+        """Send and receive; return when both are done."""
+        self.iexchange(outgoing, to, incoming, source).wait()
+
+    def scratch(self, like: Tensor, numel: int) -> Tensor:
+        """Return memory for `numel` elements, which the next call gives out again.
+
+        It is kept: new memory for each call would take as long as to send what it holds.
+        """
+        num_bytes = numel * like.element_size()
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._scratch[:num_bytes].view(like.dtype)
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> None:
+        """Reduce a tensor over all ranks by the library's own algorithm, which is not counted.
+
+        An average is left as a sum.
+
+        Raises:
+            InputError: The library has none for this.
+        """
+        raise InputError(
+            f"{type(self).__name__} has no all-reduce of its own", hint="choose one of shoal's algorithms"
+        )
+
+    def group(self, ranks: Sequence[int]) -> Transport:
+        """Return this rank's way to some ranks only, which are numbered in the order given, from 0.
+
+        Nothing is exchanged to make a group. Its traffic counts as that of the whole.
+        """
+        return _Group(self, ranks)
+
+    def _start(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Handle:
+        sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
+        self.traffic.num_bytes += sum(tensor.nbytes for tensor, _ in sends)
+        self.traffic.num_messages += len(sends)
+        return Several(
+            self._begin(sends, [(tensor, source) for tensor, source in receives if tensor.numel()])
+        )
+
+    @abstractmethod
+    def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
+        """Start transfers that must be able to run at the same time."""
+
+
+class Several:
+    """Transfers that are waited for together."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+class _Group(Transport):
+    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
+        assert list(ranks).count(whole.rank) == 1, (whole.rank, ranks)
+        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.device, whole.traffic)
+        self._whole = whole
+        self._ranks = list(ranks)
+
+    def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
+        return self._whole._begin(
+            [(tensor, self._ranks[to]) for tensor, to in sends],
+            [(tensor, self._ranks[source]) for tensor, source in receives],
+        )

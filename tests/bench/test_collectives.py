@@ -1,0 +1,101 @@
+"""`shoal bench collectives`: the columns of nccl-tests, wrong results counted, times against formulas."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shoal.bench import collectives
+from shoal.bench.collectives import Ask, Row, measure
+from shoal.bench.sizes import in_words, parse_bytes
+from shoal.comm.thread_transport import run_ranks
+from shoal.errors import InputError
+
+
+def shoal(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", "bench", "collectives", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_all_algorithms_on_two_processes(tmp_path):
+    record, picture = tmp_path / "record.json", tmp_path / "picture.png"
+    done = shoal("--nproc", 2, "--sizes", "1KB", "64KB", "--json", record, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    for heading in ("size", "count", "algbw", "busbw", "#wrong", "formula ms", "chunked_ring: as if"):
+        assert heading in done.stdout
+    told = json.loads(record.read_text())
+    assert (told["ranks"], told["dtype"], told["transport"]) == (2, "float32", "torch")
+    assert [row["size"] for row in told["rows"][::5]] == [1 << 10, 1 << 12, 1 << 14, 1 << 16]
+    assert {row["algorithm"] for row in told["rows"]} == set(collectives.DEFAULT)
+    for row in told["rows"]:
+        assert row["wrong"] == 0
+        assert row["count"] * 4 == row["size"]
+        assert row["algbw_bytes_per_s"] == pytest.approx(row["size"] / row["time_s"])
+    assert told["links"]["backend"] is None  # no formula: it is torch's
+    assert told["links"]["chunked_ring"]["bytes_per_s"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bus_bandwidth_is_what_the_best_algorithm_sends():
+    row = Row("tree", 1000, 250, 0.5, 0, 4)
+    assert row.algorithm_bandwidth == 2000
+    assert row.bus_bandwidth == 3000
+
+
+def test_wrong_elements_of_all_ranks_are_counted(monkeypatch):
+    honest = collectives.all_reduce
+
+    def off_by_one(transport, tensor, operation="sum", algorithm="tree"):
+        honest(transport, tensor, operation, algorithm)
+        if algorithm == "chunked_ring" and transport.rank == 1:
+            tensor[:3] += 1
+
+    monkeypatch.setattr(collectives, "all_reduce", off_by_one)
+    ask = Ask(("chunked_ring", "ring"), (400,), "float32")
+    rows = run_ranks(3, lambda transport: measure(transport, lambda word: None, ask))[0]
+    assert [(row.algorithm, row.wrong) for row in rows] == [("chunked_ring", 3), ("ring", 0)]
+
+
+def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
+    rows = [Row("ring", 1000, 250, 0.5, 2, 2), Row("ring", 4000, 1000, 0.9, 0, 2)]
+    monkeypatch.setattr(collectives, "on_ranks", lambda *_: rows)
+    assert collectives.command(2, "torch", ("ring",), ("1KB", "4KB"), "float32", None, None) == 1
+    assert "ring" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--algorithms", "star"), "there is no all-reduce 'star'"),
+        (("--sizes", "4KB", "1KB"), "the first must be above 0"),
+        (("--sizes", "many", "1KB"), "'many' is no size"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words, message):
+    done = shoal(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "size"), [("64", 64), ("1KB", 1024), ("1.5 mb", 3 << 19), ("2GB", 2 << 30), ("7B", 7)]
+)
+def test_sizes_are_read(words, size):
+    assert parse_bytes(words) == size
+
+
+@pytest.mark.parametrize("words", ["", "KB", "-1KB", "1TB", "1e3"])
+def test_other_words_are_no_sizes(words):
+    with pytest.raises(InputError, match="is no size"):
+        parse_bytes(words)
+
+
+def test_sizes_are_written_with_their_largest_unit():
+    assert [in_words(size) for size in (5, 1024, 1536, 1 << 28)] == ["5 B", "1 KB", "1.5 KB", "256 MB"]

@@ -1,0 +1,88 @@
+"""The same algorithms between processes, over gloo and over MPI, beside the libraries' own collectives."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.comm import collectives
+from shoal.comm.all_reduce import ALGORITHMS, all_reduce
+from shoal.comm.torch_transport import TorchTransport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def over_gloo(numel):
+    """Compare with torch.distributed's own; whole numbers, so that any order of adding is exact."""
+    transport = TorchTransport()
+    rank, size = transport.rank, transport.size
+    tensor = torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float()
+    expected = tensor.clone()
+    dist.all_reduce(expected)
+    for algorithm in ALGORITHMS:
+        result = tensor.clone()
+        all_reduce(transport, result, algorithm=algorithm)
+        assert torch.equal(result, expected), algorithm
+    gathered, theirs = ([torch.empty(numel) for _ in range(size)] for _ in range(2))
+    collectives.all_gather(transport, gathered, tensor)
+    dist.all_gather(theirs, tensor)
+    assert all(torch.equal(*pair) for pair in zip(gathered, theirs, strict=True))
+    collectives.barrier(transport)
+    return transport.traffic.num_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_over_gloo_as_torch_does(pool, size):
+    assert all(num_bytes > 0 for num_bytes in pool.run(over_gloo, size, 100_003)) or size == 1
+
+
+def half_precision_over_gloo():
+    results = []
+    for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.bool):
+        tensor = torch.ones(5, dtype=dtype)
+        all_reduce(TorchTransport(), tensor)
+        results.append(tensor.float().tolist())
+    return results
+
+
+def test_formats_over_gloo(pool):
+    assert pool.run(half_precision_over_gloo, 2)[1] == [[2.0] * 5] * 3 + [[1.0] * 5]
+
+
+MPI_RANK = """
+import torch
+from shoal.comm.all_reduce import ALGORITHMS, all_reduce
+from shoal.comm.mpi_transport import world
+transport = world()
+for algorithm in ALGORITHMS:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor = torch.full((1001,), transport.rank + 1, dtype=dtype)
+        all_reduce(transport, tensor, algorithm=algorithm)
+        assert tensor.eq(sum(range(1, transport.size + 1))).all(), (algorithm, dtype)
+print(f"rank {transport.rank} of {transport.size} sent {transport.traffic.num_bytes} bytes")
+"""
+
+
+@pytest.mark.skipif(
+    not (shutil.which("mpirun", path=Path(sys.executable).parent) and find_spec("mpi4py")),
+    reason="needs mpi4py and an MPI: pip install 'shoal[mpi]'",
+)
+def test_four_ranks_over_mpi():
+    mpirun = [Path(sys.executable).parent / "mpirun", "--oversubscribe", "--allow-run-as-root", "-n", "4"]
+    done = subprocess.run(
+        [*mpirun, sys.executable, "-c", MPI_RANK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split(" sent")[0] for line in done.stdout.splitlines()) == [
+        f"rank {rank} of 4" for rank in range(4)
+    ]
