@@ -11,6 +11,7 @@ from shoal.bench.collectives import Ask, Row, measure
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
+from tests.mpirun import mpirun, needs_mpi
 
 
 def shoal(*words):
@@ -40,6 +41,17 @@ def test_all_algorithms_on_two_processes(tmp_path):
     assert told["links"]["backend"] is None  # no formula: it is torch's
     assert told["links"]["chunked_ring"]["bytes_per_s"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_mpi
+def test_ranks_that_mpirun_started_report_once(tmp_path):
+    record = tmp_path / "record.json"
+    words = ("--transport", "mpi", "--sizes", "1KB", "16KB", "--json", record)
+    done = mpirun(4, "-m", "shoal", "bench", "collectives", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all-reduce on 4 ranks") == 1
+    told = json.loads(record.read_text())
+    assert (told["ranks"], told["transport"], sum(row["wrong"] for row in told["rows"])) == (4, "mpi", 0)
 
 
 def test_bus_bandwidth_is_what_the_best_algorithm_sends():

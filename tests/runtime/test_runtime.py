@@ -39,6 +39,19 @@ def test_slurms_variables_are_read(node, tasks, expected):
 
 
 @pytest.mark.parametrize(
+    "names",
+    [
+        [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+        ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    ],
+)
+def test_mpiruns_variables_are_read_before_slurms(names):
+    env = dict(zip(names, ("5", "8", "1", "4"), strict=True))
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    assert read_seat(env | slurm) == Seat(5, 8, 1, 4, 0)
+
+
+@pytest.mark.parametrize(
     "env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}]
 )
 def test_garbled_variables_are_refused(env):

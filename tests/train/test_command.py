@@ -18,6 +18,7 @@ from shoal.config.sections import Config
 from shoal.errors import ConfigError
 from shoal.infer.load import load_text_model
 from shoal.train.request import Request
+from tests.mpirun import mpirun, needs_mpi
 from tests.tiny_dataset import random_dataset
 
 SMALL = [
@@ -355,6 +356,13 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
     screens = [process.communicate(timeout=90)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], screens
     assert "dp2: 2 process(es)" in screens[0]
+
+
+@needs_mpi
+def test_mpirun_starts_a_rank_each(data, tmp_path):
+    done = mpirun(2, *command(data, tmp_path, "--train.steps", "6")[1:])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dp2: 2 process(es)" in done.stdout + done.stderr
 
 
 def test_a_port_in_use_is_said(data, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,18 @@ from shoal.runtime import ring
 from shoal.runtime.collectives import recorded
 from shoal.runtime.device import Device, choose_backend, choose_threads, select_device
 from shoal.runtime.network import choose_interface, resolve
+
+# Rank, number of ranks, rank and number on this host: of Open MPI, and of MPICH and its kin.
+_MPI = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # a name that no other job on the host has
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Seat:
 
 
 def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
-    """Read the place of this process from torchrun's or Slurm's variables; None where no launcher set any."""
+    """Read the place of this process from torchrun's, mpirun's or Slurm's variables; None if none set any."""
     env = os.environ if env is None else env
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -49,6 +62,9 @@ def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
                 local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
                 attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             )
+        for names in _MPI:  # before Slurm's, which starts one process a host under mpirun
+            if names[0] in env and names[2] in env:
+                return Seat(*(int(env[name]) for name in names))
         # In the batch script itself, outside of srun, there is a task number but no step.
         if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
             return Seat(
@@ -61,7 +77,7 @@ def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
     except (KeyError, ValueError) as error:
         raise InputError(
             f"the launcher's variables are incomplete or not numbers: {error}",
-            hint="start with `shoal train --nproc N`, torchrun or srun",
+            hint="start with `shoal train --nproc N`, torchrun, mpirun or srun",
         ) from error
     return None
 
@@ -162,7 +178,7 @@ def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
     """
     if seat.world_size == 1:
         return dist.HashStore()
-    address, port = _master_address()
+    address, port = _master_address(seat)
     choose_interface(resolve(address, port), across_hosts=seat.is_on_several_hosts)
     agent_owns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = seat.rank == 0 and not agent_owns_store
@@ -182,8 +198,11 @@ def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"attempt{seat.attempt}", store)
 
 
-def _master_address() -> tuple[str, int]:
+def _master_address(seat: Seat) -> tuple[str, int]:
     address = os.environ.get("MASTER_ADDR")
+    job = next((os.environ[name] for name in _MPI_JOB if name in os.environ), None)
+    if not address and job and not seat.is_on_several_hosts:  # mpirun does not say where ranks meet
+        return "127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 10_000
     port = os.environ.get("MASTER_PORT", "")
     if not address or not port.isdigit():
         raise InputError(

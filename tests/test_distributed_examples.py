@@ -1,0 +1,140 @@
+"""examples/distributed, each run as its first lines say; and docs/distributed.md, which points to them."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples" / "distributed"
+MNIST = ROOT.parent / "shared" / "data" / "mnist"
+needs_digits = pytest.mark.skipif(not MNIST.is_dir(), reason="needs ../shared/data/mnist")
+
+
+def run(name, *words, launcher=(sys.executable,), **environment):
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / name), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("way", ["environment", "file", "tcp"])
+def test_processes_find_each_other_in_three_ways(way):
+    status, lines, errors = run("start.py", "--size", "3", "--way", way)
+    assert status == 0, errors
+    assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 3 on cpu" for n in range(3)]
+    assert sorted(line[-9] for line in lines) == ["1", "2", "3"]  # "number N to come"
+
+
+def test_under_torchrun_its_ranks_are_taken():
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    status, lines, errors = run("start.py", launcher=torchrun)
+    assert status == 0, errors
+    assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 2 on cpu" for n in range(2)]
+
+
+def test_a_rank_that_fails_is_named(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(EXAMPLES)!r})\nfrom start import run\n"
+        "def work(rank, size, device):\n    sys.exit(3) if rank == 1 else time.sleep(60)\n"
+        "if __name__ == '__main__':\n    run(work, 2)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "rank 1 failed with status 3" in done.stderr
+
+
+def test_pairs():
+    status, lines, errors = run("point_to_point.py")
+    assert status == 0, errors
+    assert lines == [
+        *("blocking: rank 0 has 1.0", "blocking: rank 1 has 1.0"),
+        *("immediate: rank 0 has 1.0", "immediate: rank 1 has 1.0"),
+        *("ring: rank 0 has 1.0 of rank 1", "ring: rank 1 has 0.0 of rank 0"),
+    ]
+
+
+def test_groups():
+    status, lines, errors = run("collectives.py", "--size", "4")
+    assert status == 0, errors
+    ranks = range(4)
+    expected = [
+        "barrier: all have come",
+        "reduce: rank 0 has [10.0]",
+        "gather: rank 0 has [1.0, 2.0, 3.0, 4.0]",
+    ]
+    expected += [f"broadcast: rank {rank} has [1.0]" for rank in ranks]
+    for name, value in {"SUM": 10.0, "PRODUCT": 24.0, "MAX": 4.0, "MIN": 1.0}.items():
+        expected += [f"all_reduce {name}: rank {rank} has [{value}]" for rank in ranks]
+    expected += [f"scatter: rank {rank} has [{10.0 * rank}]" for rank in ranks]
+    expected += [f"all_gather: rank {rank} has [1.0, 2.0, 3.0, 4.0]" for rank in ranks]
+    expected += [f"reduce_scatter: rank {rank} has [10.0]" for rank in ranks]
+    expected += [f"all_to_all: rank {rank} has {[10.0 * n + 10 + rank for n in ranks]}" for rank in ranks]
+    expected += [f"all_reduce in a group of two: rank {rank} has [2.0]" for rank in (0, 1)]
+    assert lines == sorted(expected)
+
+
+@pytest.mark.parametrize(("size", "sent"), [(2, ("1.00", "1.00")), (4, ("3.00", "1.50"))])
+def test_the_ring_in_chunks_sends_less(size, sent):
+    status, lines, errors = run("ring_all_reduce.py", "--size", size, "--megabytes", "1")
+    assert status == 0, errors
+    assert [re.sub(r" in .*", "", line) for line in lines] == [
+        f"chunked_ring: sent {sent[1]} tensors",
+        f"ring: sent {sent[0]} tensors",
+    ]
+
+
+@needs_digits
+def test_any_number_of_processes_ends_with_the_same_weights(tmp_path):
+    weights = []
+    for size in (1, 2, 4):
+        save = tmp_path / f"{size}.pt"
+        status, lines, errors = run("data_parallel.py", MNIST, "--size", size, "--save", save)
+        assert status == 0, errors
+        weights.append(torch.load(save, weights_only=True))
+        assert float(lines[-1].removeprefix("test accuracy ")) >= 0.90
+    for name, alone in weights[0].items():
+        for together in weights[1:]:
+            assert (together[name] - alone).norm() <= 1e-5 * alone.norm(), name
+
+
+def test_shares_are_disjoint_and_cover_every_batch(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from data_parallel import BATCH, shares
+
+    order = list(range(1000))
+    random.Random(1234).shuffle(order)
+    for size in (1, 2, 3, 4):
+        ranks = [shares(1000, rank, size, epoch=0) for rank in range(size)]
+        for number, first in enumerate(range(0, 1000, BATCH)):
+            batch = order[first : first + BATCH]
+            taken = [sample for rank in ranks for sample in rank[number]]
+            assert sorted(taken) == sorted(batch[: len(batch) // size * size])
+
+
+def test_files_that_are_no_digits_are_refused(tmp_path):
+    (tmp_path / "x-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + bytes(20))
+    status, _, errors = run("data_parallel.py", tmp_path, "--size", "1")
+    assert status == 1
+    assert "x-images-idx3-ubyte is no IDX file of bytes" in errors
+    status, _, errors = run("data_parallel.py", tmp_path, "--size", "3")
+    assert status == 2
+    assert "a batch of 128 must divide by it" in errors
+
+
+def test_the_page_points_to_files_that_are_there():
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    links = re.findall(r"\]\(\.\./([^)#]+)\)", page)
+    assert {Path(link).name for link in links} >= {path.name for path in EXAMPLES.glob("*.py")}
+    assert [link for link in links if not (ROOT / link).exists()] == []
