@@ -65,6 +65,15 @@ def test_pairs():
     ]
 
 
+def test_pairs_among_four():
+    status, lines, errors = run("point_to_point.py", "--size", "4")
+    assert status == 0, errors
+    assert [line for line in lines if line.startswith("ring")] == [
+        f"ring: rank {rank} has {(rank - 1) % 4}.0 of rank {(rank - 1) % 4}" for rank in range(4)
+    ]
+    assert "immediate: rank 3 has 0.0" in lines
+
+
 def test_groups():
     status, lines, errors = run("collectives.py", "--size", "4")
     assert status == 0, errors
@@ -129,8 +138,8 @@ def test_files_that_are_no_digits_are_refused(tmp_path):
     assert status == 1
     assert "x-images-idx3-ubyte is no IDX file of bytes" in errors
     status, _, errors = run("data_parallel.py", tmp_path, "--size", "3")
-    assert status == 2
-    assert "a batch of 128 must divide by it" in errors
+    assert status == 1
+    assert "a batch of 128 cannot be shared by 3 processes" in errors
 
 
 def test_the_page_points_to_files_that_are_there():

@@ -84,6 +84,8 @@ def average_gradients(model: nn.Module, size: int) -> None:
 
 
 def work(rank: int, size: int, device: torch.device, folder: Path, epochs: int, save: Path | None) -> None:
+    if BATCH % size:
+        raise SystemExit(f"a batch of {BATCH} cannot be shared by {size} processes")
     (images, labels), (test_images, test_labels) = load(folder)
     torch.manual_seed(SEED)  # the same first weights on all ranks
     model = Net().to(device)
@@ -113,6 +115,4 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--save", type=Path, help="where rank 0 writes the weights")
     given = parser.parse_args()
-    if BATCH % given.size:
-        parser.error(f"--size {given.size}: a batch of {BATCH} must divide by it")
     run(work, given.size, given.mnist, given.epochs, given.save)

@@ -8,6 +8,8 @@ sent tensor must not be written and the received one not read, for the transfer 
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from start import run
@@ -55,4 +57,6 @@ def work(rank: int, size: int, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run(work, 2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", type=int, default=2)
+    run(work, parser.parse_args().size)

@@ -25,7 +25,7 @@ def work(rank: int, size: int, device: torch.device, megabytes: float) -> None:
     expected = tensor.clone()
     dist.all_reduce(expected)
     for algorithm in ("ring", "chunked_ring"):
-        transport = TorchTransport()
+        transport = TorchTransport(device=device)
         result = tensor.clone()
         dist.barrier()
         began = time.perf_counter()

@@ -62,12 +62,13 @@ def rank_process(
 ) -> None:
     """Be one rank: join the others, work, leave."""
     torch.set_num_threads(1)
-    on_gpus = torch.cuda.device_count() >= size  # NCCL wants a GPU for each process
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # NCCL: one each
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     join("nccl" if on_gpus else "gloo", rank, size, way, place)
     work(rank, size, device, *arguments)
+    dist.barrier()  # rank 0 keeps the store: it goes last
     dist.destroy_process_group()
 
 

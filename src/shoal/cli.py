@@ -311,7 +311,7 @@ def collectives(
         torch: gloo between CPUs, NCCL between GPUs. mpi: the ranks that mpirun has started.
     algorithms
         Any of ring (whole tensors, as a first exercise), chunked_ring, tree, halving_doubling, hierarchical,
-        backend (the library's own). All but hierarchical if left out.
+        backend (the library's own). All if left out; hierarchical between several hosts only.
     sizes
         Least and most bytes of a tensor; each size between is four times the one before.
     dtype

@@ -8,38 +8,39 @@ import pytest
 
 from shoal.bench import collectives
 from shoal.bench.collectives import Ask, Row, measure
+from shoal.bench.ranks import _hosts
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
+from shoal.runtime.process import Seat
 from tests.mpirun import mpirun, needs_mpi
 
 
+def run(*words):
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def shoal(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", "bench", "collectives", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run("-m", "shoal", "bench", "collectives", *words)
 
 
 def test_all_algorithms_on_two_processes(tmp_path):
     record, picture = tmp_path / "record.json", tmp_path / "picture.png"
-    done = shoal("--nproc", 2, "--sizes", "1KB", "64KB", "--json", record, "--plot", picture)
+    done = shoal("--nproc", 2, "--sizes", "16KB", "4MB", "--json", record, "--plot", picture)
     assert done.returncode == 0, done.stderr
-    for heading in ("size", "count", "algbw", "busbw", "#wrong", "formula ms", "chunked_ring: as if"):
+    for heading in ("size", "count", "algbw", "busbw", "type", "#wrong", "formula ms", "chunked_ring: as if"):
         assert heading in done.stdout
     told = json.loads(record.read_text())
     assert (told["ranks"], told["dtype"], told["transport"]) == (2, "float32", "torch")
-    assert [row["size"] for row in told["rows"][::5]] == [1 << 10, 1 << 12, 1 << 14, 1 << 16]
+    assert [row["size"] for row in told["rows"][::5]] == [1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22]
     assert {row["algorithm"] for row in told["rows"]} == set(collectives.DEFAULT)
     for row in told["rows"]:
         assert row["wrong"] == 0
         assert row["count"] * 4 == row["size"]
         assert row["algbw_bytes_per_s"] == pytest.approx(row["size"] / row["time_s"])
     assert told["links"]["backend"] is None  # no formula: it is torch's
-    assert told["links"]["chunked_ring"]["bytes_per_s"] > 0
+    assert told["links"]["chunked_ring"].keys() == {"latency_s", "bytes_per_s"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -52,6 +53,24 @@ def test_ranks_that_mpirun_started_report_once(tmp_path):
     assert done.stdout.count("all-reduce on 4 ranks") == 1
     told = json.loads(record.read_text())
     assert (told["ranks"], told["transport"], sum(row["wrong"] for row in told["rows"])) == (4, "mpi", 0)
+
+
+def test_ranks_of_torchrun_are_taken(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["-m", "shoal", "bench", "collectives", "--sizes", "1KB", "4KB", "--nproc"]
+    done = run(*torchrun, *words, "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all-reduce on 2 ranks") == 1
+    done = run(*torchrun, *words, "4")
+    assert done.returncode == 1  # torchrun's own
+    assert "--nproc 4, but a launcher started 2 processes" in done.stderr
+
+
+def test_ranks_that_began_to_count_together_are_on_one_host():
+    def work(transport):
+        return _hosts(transport, Seat(transport.rank, 5, local_rank=transport.rank % 3))
+
+    assert run_ranks(5, work) == [[[0, 1, 2], [3, 4]]] * 5
 
 
 def test_bus_bandwidth_is_what_the_best_algorithm_sends():
@@ -87,6 +106,9 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
         (("--algorithms", "star"), "there is no all-reduce 'star'"),
         (("--sizes", "4KB", "1KB"), "the first must be above 0"),
         (("--sizes", "many", "1KB"), "'many' is no size"),
+        (("--nproc", "-1"), "--nproc -1"),
+        (("--transport", "mpi"), "--transport mpi needs ranks of an MPI"),
+        (("--json", "nowhere/x.json"), "nowhere/x.json: there is no such folder"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words, message):

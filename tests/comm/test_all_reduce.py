@@ -22,12 +22,12 @@ def tensors_of(size, numel, dtype):
     return [torch.randint(1, 3, (numel,), generator=generator).to(dtype) for _ in range(size)]
 
 
-def reduced(tensors, operation="sum", algorithm="chunked_ring", hosts=()):
+def reduced(tensors, operation="sum", algorithm="chunked_ring"):
     """Return for each rank what it has after an all-reduce, and what it has sent."""
 
     def work(transport):
         tensor = tensors[transport.rank].clone()
-        all_reduce(transport, tensor, operation, algorithm, hosts)
+        all_reduce(transport, tensor, operation, algorithm)
         return tensor, transport.traffic
 
     return run_ranks(len(tensors), work)
@@ -142,8 +142,9 @@ def test_between_hosts_only_their_first_ranks_send():
             return begin(sends, receives)
 
         transport._begin = watched
+        transport.hosts = hosts
         tensor = tensors[transport.rank].clone()
-        all_reduce(transport, tensor, algorithm="hierarchical", hosts=hosts)
+        all_reduce(transport, tensor, algorithm="hierarchical")
         return tensor
 
     for result in run_ranks(5, work):

@@ -1,13 +1,14 @@
 """The other collectives between threads, from and to every rank, with tensors of uneven length."""
 
-import threading
+import time
 
 import pytest
 import torch
 
 from shoal.comm import collectives
-from shoal.comm.reduction import Reduction
+from shoal.comm.cost import collective_cost
 from shoal.comm.thread_transport import run_ranks
+from shoal.errors import InputError
 
 SIZES = (1, 2, 3, 4, 5)
 ROOTS = [(size, root) for size in SIZES for root in range(size)]
@@ -35,7 +36,7 @@ def test_broadcast(size, source):
 def test_reduce(size, root, operation):
     def work(transport):
         tensor = of(transport.rank)
-        collectives.reduce(transport, tensor, root, Reduction(operation, tensor.dtype, size))
+        collectives.reduce(transport, tensor, root, operation)
         return tensor
 
     total = sum(of(rank) for rank in range(size))
@@ -47,7 +48,7 @@ def test_reduce_scatter(size):
     def work(transport):
         tensors = [of(transport.rank, length) for length in range(size)]
         output = torch.empty(transport.rank, dtype=torch.float64)
-        collectives.reduce_scatter(transport, output, tensors, Reduction("sum", output.dtype, size))
+        collectives.reduce_scatter(transport, output, tensors)
         return output, [torch.equal(tensor, of(transport.rank, len(tensor))) for tensor in tensors]
 
     for length, (output, untouched) in enumerate(run_ranks(size, work)):
@@ -95,11 +96,10 @@ def test_all_to_all(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_leaves_a_barrier_before_all_have_come(size):
     come = []
-    late = threading.Event()
 
     def work(transport):
         if transport.rank == size - 1:
-            late.wait(0.2)
+            time.sleep(0.2)
         come.append(transport.rank)
         collectives.barrier(transport)
         return len(come)
@@ -123,15 +123,68 @@ def test_a_group_numbers_its_ranks_and_counts_for_the_whole():
 
 
 def test_a_rank_that_waits_for_nothing_says_so():
-    with pytest.raises(TimeoutError, match=r"nothing came for 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"nobody came for 0\.1 s"):
         run_ranks(2, lambda transport: transport.recv(torch.empty(1), 1 - transport.rank), timeout_s=0.1)
+
+
+def test_the_error_that_made_others_wait_is_the_one_raised():
+    def work(transport):
+        if transport.rank == 1:
+            raise ValueError("rank 1 is broken")
+        transport.recv(torch.empty(1), 1)
+
+    with pytest.raises(ValueError, match="rank 1 is broken"):
+        run_ranks(2, work, timeout_s=0.2)
+
+
+def test_tensors_that_cannot_travel_are_refused():
+    with pytest.raises(InputError, match="on cpu, not contiguous, cannot travel over ThreadTransport"):
+        run_ranks(2, lambda transport: transport.send(torch.ones(2, 3).t(), 1 - transport.rank))
+    with pytest.raises(InputError, match="on meta, contiguous, cannot travel over ThreadTransport"):
+        run_ranks(2, lambda transport: transport.send(torch.ones(2, device="meta"), 1 - transport.rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("broadcast", lambda t, x, parts, many: collectives.broadcast(t, x, 0)),
+        ("reduce", lambda t, x, parts, many: collectives.reduce(t, x, 0)),
+        ("reduce_scatter", lambda t, x, parts, many: collectives.reduce_scatter(t, parts[0].clone(), parts)),
+        ("all_gather", lambda t, x, parts, many: collectives.all_gather(t, many, x)),
+        ("gather", lambda t, x, parts, many: collectives.gather(t, many if t.rank == 0 else [], x, 0)),
+        ("scatter", lambda t, x, parts, many: collectives.scatter(t, x, many if t.rank == 0 else [], 0)),
+        (
+            "all_to_all",
+            lambda t, x, parts, many: collectives.all_to_all(t, [p.clone() for p in parts], parts),
+        ),
+        ("barrier", lambda t, x, parts, many: collectives.barrier(t)),
+    ],
+)
+def test_costs_are_those_of_the_busiest_rank(name, call, size):
+    numel = 60
+
+    def work(transport):
+        tensor = torch.ones(numel, dtype=torch.float64)
+        many = [torch.ones(numel, dtype=torch.float64) for _ in range(size)]
+        call(transport, tensor, list(tensor.clone().split(numel // size)), many)
+        return transport.traffic.num_bytes
+
+    sent = run_ranks(size, work)
+    cost = collective_cost(name, size, numel * 8)
+    if name in ("reduce", "gather"):  # the root receives what the others send: a tensor a level, or from each
+        assert sum(sent) == (size - 1) * numel * 8
+        assert cost.num_bytes == cost.num_rounds * numel * 8
+    else:
+        assert max(sent) == cost.num_bytes
 
 
 def test_tensors_arrive_in_the_order_in_which_they_were_sent():
     def work(transport):
         if transport.rank == 0:
-            for number in range(3):
-                transport.send(of(number), 1)
+            leaving = [transport.isend(of(number), 1) for number in range(3)]
+            for one in leaving:
+                one.wait()
             return []
         received = [torch.empty(3, dtype=torch.float64) for _ in range(3)]
         arriving = [transport.irecv(tensor, 0) for tensor in received]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_seconds
 
 ETHERNET = Link(latency_s=50e-6, bytes_per_s=1.25e9)
 
@@ -37,6 +37,12 @@ def test_noise_gives_no_negative_latency():
     assert link.bytes_per_s == pytest.approx(1e6, rel=0.1)
 
 
-def test_a_link_is_not_fitted_to_one_point():
-    with pytest.raises(ValueError, match="at least two"):
-        fit_link([Cost(2, 100), Cost(2, 100)], [1.0, 1.1])
+def test_times_that_tell_of_no_bandwidth_give_no_link():
+    assert fit_link([Cost(2, 100), Cost(2, 100)], [1.0, 1.1]) is None
+    assert fit_link([Cost(2, 100), Cost(2, 10_000)], [1.0, 0.5]) is None
+
+
+def test_between_hosts_a_tree_inside_and_a_ring_across():
+    inside, across = Link(1e-6, 1e10), Link(1e-3, 1e8)
+    seconds = hierarchical_seconds(4, 2, 1e6, inside, across)
+    assert seconds == pytest.approx(4 * 1e-6 + 4e6 / 1e10 + 2 * 1e-3 + 1e6 / 1e8)

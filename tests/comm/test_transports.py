@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm import all_reduce as algorithms
 from shoal.comm import collectives
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.torch_transport import TorchTransport
@@ -12,6 +13,7 @@ from tests.mpirun import mpirun, needs_mpi
 
 def over_gloo(numel):
     """Compare with torch.distributed's own; whole numbers, so that any order of adding is exact."""
+    algorithms.SEGMENT_BYTES = 4096  # chunks of several segments, in flight together
     transport = TorchTransport()
     rank, size = transport.rank, transport.size
     tensor = torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float()
@@ -48,16 +50,22 @@ def test_formats_over_gloo(pool):
 
 
 MPI_RANK = """
+import sys
 import torch
+from shoal.comm import all_reduce as module
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.mpi_transport import world
-transport = world()
-for algorithm in ALGORITHMS:
-    for dtype in (torch.float32, torch.int64) if algorithm == "backend" else (torch.float32, torch.bfloat16):
-        tensor = torch.full((1001,), transport.rank + 1, dtype=dtype)
-        all_reduce(transport, tensor, algorithm=algorithm)
-        assert tensor.eq(sum(range(1, transport.size + 1))).all(), (algorithm, dtype)
-print(f"rank {transport.rank} of {transport.size} sent {transport.traffic.num_bytes} bytes")
+module.SEGMENT_BYTES = 4096
+with world() as transport:
+    for algorithm in ALGORITHMS:
+        for dtype in (torch.float32, torch.int64 if algorithm == "backend" else torch.bfloat16):
+            tensor = torch.full((30_001,), transport.rank + 1, dtype=dtype)
+            all_reduce(transport, tensor, algorithm=algorithm)
+            assert tensor.eq(sum(range(1, transport.size + 1))).all(), (algorithm, dtype)
+    if "fail" in sys.argv and transport.rank == 2:
+        raise ValueError("rank 2 is broken")
+    all_reduce(transport, tensor)
+    print(f"rank {transport.rank} of {transport.size} sent {transport.traffic.num_bytes} bytes")
 """
 
 
@@ -67,3 +75,10 @@ def test_four_ranks_over_mpi():
     assert done.returncode == 0, done.stderr
     told = sorted(line.split(" sent")[0] for line in done.stdout.splitlines())
     assert told == [f"rank {rank} of 4" for rank in range(4)]
+
+
+@needs_mpi
+def test_a_rank_that_fails_ends_all_of_them():
+    done = mpirun(4, "-c", MPI_RANK, "fail", timeout=60)
+    assert done.returncode != 0
+    assert "ValueError: rank 2 is broken" in done.stderr

@@ -102,7 +102,7 @@ def diagnose(two_hosts: TwoHosts, folders: dict[str, Path]) -> tuple[list[dict],
     for name in NAMES:
         file = folders[name] / f"{name}.json"
         assert file.exists(), screens[name]
-        found[name] = {finding["check"]: finding for finding in json.loads(file.read_text())}
+        found[name] = {finding["check"]: finding for finding in json.loads(file.read_text())["findings"]}
     return [process.returncode for process in processes.values()], found
 
 

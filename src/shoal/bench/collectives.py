@@ -34,7 +34,7 @@ _PATTERN = 3  # whole numbers below it are added: exact in bf16 too, on up to 12
 class Ask:
     """What is to be measured."""
 
-    algorithms: tuple[str, ...]
+    algorithms: tuple[str, ...]  # none: all that make a difference here
     sizes: tuple[int, ...]  # bytes
     dtype: str
 
@@ -63,21 +63,24 @@ class Row:
 
 def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list[Row]:
     """Time each algorithm at each size, taking turns. Collective over the transport's ranks."""
+    algorithms = ask.algorithms or (*DEFAULT, *("hierarchical",) * (len(transport.hosts) > 1))
     rows = []
     dtype = getattr(torch, ask.dtype)
     for num_bytes in ask.sizes:
-        tell(f"all-reduce of {in_words(num_bytes)} on {transport.size} ranks")
         count = max(1, num_bytes // dtype.itemsize)
-        samples: dict[str, list[float]] = {algorithm: [] for algorithm in ask.algorithms}
-        wrong = {algorithm: _count_wrong(transport, algorithm, count, dtype) for algorithm in ask.algorithms}
+        samples: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
+        wrong = {}
+        for algorithm in algorithms:
+            tell(f"all-reduce of {in_words(num_bytes)} on {transport.size} ranks: {algorithm}")
+            wrong[algorithm] = _count_wrong(transport, algorithm, count, dtype)
         tensor = torch.ones(count, dtype=dtype, device=transport.device)
-        first = {algorithm: _time(transport, algorithm, tensor.zero_()) for algorithm in ask.algorithms}
+        first = {algorithm: _time(transport, algorithm, tensor.zero_()) for algorithm in algorithms}
         repeats = {
             algorithm: max(3, min(_MOST_REPEATS, int(_BUDGET_S / seconds)))
             for algorithm, seconds in first.items()
         }
         for repeat in range(max(repeats.values())):
-            for algorithm in ask.algorithms:
+            for algorithm in algorithms:
                 if repeat < repeats[algorithm]:
                     samples[algorithm].append(_time(transport, algorithm, tensor.zero_()))
         rows += [
@@ -89,18 +92,17 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
                 wrong[algorithm],
                 transport.size,
             )
-            for algorithm in ask.algorithms
+            for algorithm in algorithms
         ]
     return rows
 
 
 def _time(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
     """Return the seconds of one all-reduce on the slowest rank."""
-    barrier(transport)
+    barrier(transport)  # what was begun before is done, on the device too
     begin = time.perf_counter()
     all_reduce(transport, tensor, algorithm=algorithm)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    transport.synchronise()
     seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=transport.device)
     all_reduce(transport, seconds, "maximum", "tree")
     return seconds.item()
@@ -108,13 +110,11 @@ def _time(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
 
 def _count_wrong(transport: Transport, algorithm: str, count: int, dtype: torch.dtype) -> int:
     """Add known numbers and return how many elements, on all ranks, are not their sum."""
-    positions = torch.arange(count, device=transport.device)
-
-    def of(rank: int) -> torch.Tensor:
-        return (positions + rank).remainder_(_PATTERN).to(dtype)
-
-    expected = sum((of(rank) for rank in range(1, transport.size)), of(0))
-    tensor = of(transport.rank)
+    phases = torch.arange(count, dtype=torch.int32, device=transport.device).remainder_(_PATTERN)
+    sums = [sum((phase + rank) % _PATTERN for rank in range(transport.size)) for phase in range(_PATTERN)]
+    expected = torch.tensor(sums, dtype=dtype, device=transport.device)[phases]
+    tensor = phases.add_(transport.rank).remainder_(_PATTERN).to(dtype)
+    del phases
     all_reduce(transport, tensor, algorithm=algorithm)
     wrong = tensor.ne(expected).sum().view(1)
     all_reduce(transport, wrong, "sum", "tree")
@@ -138,13 +138,15 @@ def command(
             )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
-    ask = Ask(algorithms or DEFAULT, _sizes_between(*map(parse_bytes, sizes)), dtype)
+    for file in (json, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InputError(f"{file}: there is no such folder", hint="make it first")
+    ask = Ask(tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype)
     rows: list[Row] | None = on_ranks(nproc, transport, measure, ask)
     if rows is None:  # another rank reports
         return 0
-    links = {
-        algorithm: _fit([row for row in rows if row.algorithm == algorithm]) for algorithm in ask.algorithms
-    }
+    names = dict.fromkeys(row.algorithm for row in rows)
+    links = {name: _fit([row for row in rows if row.algorithm == name]) for name in names}
     _print(rows, links, dtype)
     if json is not None:
         write_json(json, _report(rows, links, transport, dtype))
@@ -169,7 +171,7 @@ def _sizes_between(least: int, most: int) -> tuple[int, ...]:
 def _fit(rows: list[Row]) -> Link | None:
     """Return the link that explains an algorithm's times; None where there is no formula or one size."""
     algorithm = rows[0].algorithm
-    if algorithm not in FORMULAS or len(rows) < 2 or rows[0].size < 2:
+    if algorithm not in FORMULAS:
         return None
     costs = [all_reduce_cost(algorithm, row.size, row.num_bytes) for row in rows]
     return fit_link(costs, [row.seconds for row in rows])
@@ -181,10 +183,22 @@ def _expected_s(row: Row, link: Link | None) -> float | None:
 
 def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
     """Print nccl-tests' columns, the time by formula, and the links."""
-    table = Table(title=f"all-reduce on {rows[0].size} ranks, {dtype}")
-    headings = ("size", "count", "algorithm", "ms", "algbw GB/s", "busbw GB/s", "#wrong", "formula ms")
+    table = Table(title=f"all-reduce on {rows[0].size} ranks")
+    headings = (
+        "size",
+        "count",
+        "type",
+        "algorithm",
+        "ms",
+        "algbw GB/s",
+        "busbw GB/s",
+        "#wrong",
+        "formula ms",
+    )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
+        table.add_column(
+            heading, justify="left" if heading in ("type", "algorithm") else "right", no_wrap=True
+        )
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.num_bytes != row.num_bytes:
             table.add_section()
@@ -192,6 +206,7 @@ def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
         table.add_row(
             in_words(row.num_bytes),
             f"{row.count:,}",
+            dtype,
             row.algorithm,
             f"{row.seconds * 1e3:,.3f}",
             f"{row.algorithm_bandwidth / 1e9:.3f}",

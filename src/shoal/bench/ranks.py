@@ -6,16 +6,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from shoal.comm import mpi_transport
+from shoal.comm.collectives import all_gather
 from shoal.comm.torch_transport import TorchTransport
 from shoal.comm.transport import Transport
 from shoal.config.sections import Runtime
 from shoal.errors import InputError
 from shoal.runtime import process as processes
 from shoal.runtime.crew import Crew, Tell
-from shoal.runtime.process import Process
+from shoal.runtime.device import share_cores
+from shoal.runtime.process import Process, Seat
 
 Work = Callable[..., Any]  # (transport, tell, *arguments) -> what rank 0 is asked for
 
@@ -26,17 +29,22 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
     Raises:
         InputError: No such number of processes, or a launcher started another number.
     """
+    seat = processes.read_seat()
+    if nproc < 0 or (seat and nproc not in (0, seat.world_size)):
+        raise InputError(
+            f"--nproc {nproc}" + (f", but a launcher started {seat.world_size} processes" if seat else ""),
+            hint="leave --nproc out under a launcher" if seat else "use 1 or more",
+        )
     if transport == "mpi":
-        return _first(mpi_transport.world(), work, arguments)
-    if seat := processes.read_seat():
-        if nproc not in (0, seat.world_size):
-            raise InputError(
-                f"--nproc {nproc}, but the launcher started {seat.world_size} processes",
-                hint="leave --nproc out under a launcher",
-            )
-        processes.join(Runtime())
+        if seat is None:
+            raise InputError("--transport mpi needs ranks of an MPI", hint="mpirun -n 4 shoal bench ...")
+        share_cores(seat.local_world_size)
+        with mpi_transport.world() as ranks:
+            return _first(ranks, seat, work, arguments)
+    if seat:
+        device = processes.join(Runtime()).device.torch_device
         try:
-            return _first(TorchTransport(), work, arguments)
+            return _first(TorchTransport(device=device), seat, work, arguments)
         finally:
             processes.leave()
     with Console(stderr=True).status("starting") as status, Crew(nproc or 2, Runtime(), _PRELOAD) as crew:
@@ -44,16 +52,30 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
 
 
 def _in_crew(process: Process, tell: Tell, work: Work, arguments: Sequence[Any]) -> Any:
-    return work(TorchTransport(), tell, *arguments)
+    return work(TorchTransport(device=process.device.torch_device), tell, *arguments)
 
 
-def _first(transport: Transport, work: Work, arguments: Sequence[Any]) -> Any:
+def _first(transport: Transport, seat: Seat, work: Work, arguments: Sequence[Any]) -> Any:
+    """Work with ranks that may be on several hosts; return what comes of it on rank 0 only."""
+    transport.hosts = _hosts(transport, seat)
+
     def tell(word: str) -> None:
         if transport.rank == 0:
             print(word, file=sys.stderr)
 
     result = work(transport, tell, *arguments)
     return result if transport.rank == 0 else None
+
+
+def _hosts(transport: Transport, seat: Seat) -> list[list[int]]:
+    """Return the ranks of each host: those that began to count at the same rank. Collective."""
+    own = torch.tensor([transport.rank - seat.local_rank], device=transport.device)
+    firsts = [torch.empty_like(own) for _ in range(transport.size)]
+    all_gather(transport, firsts, own)
+    hosts: dict[int, list[int]] = {}
+    for rank, first in enumerate(firsts):
+        hosts.setdefault(int(first.item()), []).append(rank)
+    return list(hosts.values())
 
 
 _PRELOAD = ("shoal.bench.ranks",)

@@ -18,7 +18,7 @@ halving and doubling; the tree pairs ranks as Caffe did, 0-1, 2-3, then 0-2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,16 +32,11 @@ SEGMENT_BYTES = 8 << 20  # what travels while the segment before it is added
 _Algorithm = Callable[[Transport, Tensor, Reduction], None]
 
 
+@torch.no_grad()
 def all_reduce(
-    transport: Transport,
-    tensor: Tensor,
-    operation: str = "sum",
-    algorithm: str = "chunked_ring",
-    hosts: Sequence[Sequence[int]] = (),
+    transport: Transport, tensor: Tensor, operation: str = "sum", algorithm: str = "chunked_ring"
 ) -> None:
     """Replace a tensor by its reduction over all ranks, the same bits everywhere. Collective over them.
-
-    `hosts` names the ranks of each host, for the hierarchical algorithm; without, all are on one.
 
     Raises:
         InputError: There is no such operation or algorithm, or not for this format.
@@ -50,12 +45,11 @@ def all_reduce(
         raise InputError(f"there is no all-reduce {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}")
     reduction = Reduction(operation, tensor.dtype, transport.size)
     flat = tensor.contiguous().view(-1)
+    transport.check(flat)
     if algorithm == "backend":
         transport.all_reduce(flat, operation)
-    elif algorithm == "hierarchical":
-        _hierarchical(transport, flat, reduction, hosts or [range(transport.size)])
     else:
-        _FLAT[algorithm](transport, flat, reduction)
+        _BY_SENDING[algorithm](transport, flat, reduction)
     reduction.finish(flat)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view_as(tensor))
@@ -65,7 +59,8 @@ def _ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
     """Send whole tensors round; each rank keeps all and adds them by rank, or bits would differ."""
     rank, size = transport.rank, transport.size
     right, left = (rank + 1) % size, (rank - 1) % size
-    tensors = [flat.clone() if source == rank else torch.empty_like(flat) for source in range(size)]
+    tensors = transport.scratch(flat, size * flat.numel()).view(size, flat.numel()).unbind()
+    tensors[rank].copy_(flat)
     for hop in range(size - 1):
         transport.exchange(tensors[(rank - hop) % size], right, tensors[(rank - hop - 1) % size], left)
     flat.copy_(tensors[0])
@@ -128,10 +123,10 @@ def _halving_doubling(transport: Transport, flat: Tensor, reduction: Reduction) 
         transport.recv(flat, rank - paired)
         return
     if rank + paired < size:
-        arrived = torch.empty_like(flat)
-        transport.recv(arrived, rank + paired)
-        reduction.into(flat, arrived)
-    scratch = transport.scratch(flat, flat.numel() // 2 + 1)
+        whole = transport.scratch(flat, flat.numel())
+        transport.recv(whole, rank + paired)
+        reduction.into(flat, whole)
+    scratch = transport.scratch(flat, (flat.numel() + 1) // 2)
     kept: list[tuple[int, Tensor, Tensor]] = []  # partner, own half, its half
     mine, distance = flat, paired // 2
     while distance:
@@ -148,21 +143,20 @@ def _halving_doubling(transport: Transport, flat: Tensor, reduction: Reduction) 
         transport.send(flat, rank + paired)
 
 
-def _hierarchical(
-    transport: Transport, flat: Tensor, reduction: Reduction, hosts: Sequence[Sequence[int]]
-) -> None:
+def _hierarchical(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
     """Reduce to the first rank of each host, between these in chunks, and give it to the rest of the host."""
-    inside = transport.group(next(ranks for ranks in hosts if transport.rank in ranks))
+    inside = transport.group(next(ranks for ranks in transport.hosts if transport.rank in ranks))
     add_up_on(0, inside, flat, reduction)
     if inside.rank == 0:
-        _chunked_ring(transport.group([ranks[0] for ranks in hosts]), flat, reduction)
+        _chunked_ring(transport.group([ranks[0] for ranks in transport.hosts]), flat, reduction)
     broadcast(inside, flat, 0)
 
 
-_FLAT: dict[str, _Algorithm] = {
+_BY_SENDING: dict[str, _Algorithm] = {
     "ring": _ring,
     "chunked_ring": _chunked_ring,
     "tree": _tree,
     "halving_doubling": _halving_doubling,
+    "hierarchical": _hierarchical,
 }
-ALGORITHMS = (*_FLAT, "hierarchical", "backend")
+ALGORITHMS = (*_BY_SENDING, "backend")

@@ -27,8 +27,9 @@ def broadcast(transport: Transport, tensor: Tensor, source: int) -> None:
             transport.recv(tensor, (place - distance + source) % size)
 
 
-def reduce(transport: Transport, tensor: Tensor, root: int, reduction: Reduction) -> None:
+def reduce(transport: Transport, tensor: Tensor, root: int, operation: str = "sum") -> None:
     """Put the reduction of all ranks' tensors on one; the others are left with parts of it."""
+    reduction = Reduction(operation, tensor.dtype, transport.size)
     add_up_on(root, transport, tensor, reduction)
     if transport.rank == root:
         reduction.finish(tensor)
@@ -38,22 +39,23 @@ def add_up_on(root: int, transport: Transport, tensor: Tensor, reduction: Reduct
     """Reduce by a binary tree, all but finishing."""
     size = transport.size
     place = (transport.rank - root) % size
-    other = torch.empty_like(tensor)
     distance = 1
     while distance < size:
         if place % (2 * distance):
             transport.send(tensor, (place - distance + root) % size)
             return
         if place + distance < size:
+            other = transport.scratch(tensor, tensor.numel())
             transport.recv(other, (place + distance + root) % size)
-            reduction.into(tensor, other)
+            reduction.into(tensor.view(-1), other)
         distance *= 2
 
 
 def reduce_scatter(
-    transport: Transport, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction
+    transport: Transport, output: Tensor, tensors: Sequence[Tensor], operation: str = "sum"
 ) -> None:
     """Put the reduction of all ranks' nth tensors on rank n, round a ring."""
+    reduction = Reduction(operation, output.dtype, transport.size)
     rank, size = transport.rank, transport.size
     right, left = (rank + 1) % size, (rank - 1) % size
     growing = tensors[left].clone()
@@ -109,9 +111,11 @@ def all_to_all(transport: Transport, outputs: Sequence[Tensor], tensors: Sequenc
 
 def barrier(transport: Transport) -> None:
     """Return when all ranks have come here: in round k each tells the rank 2^k further on."""
+    transport.synchronise()
     rank, size = transport.rank, transport.size
     here, there = torch.ones(2, dtype=torch.uint8, device=transport.device).split(1)
     distance = 1
     while distance < size:
         transport.exchange(here, (rank + distance) % size, there, (rank - distance) % size)
         distance *= 2
+    transport.synchronise()

@@ -40,6 +40,33 @@ def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
     return FORMULAS[algorithm](size, num_bytes) if size > 1 else Cost(0, 0)
 
 
+def hierarchical_seconds(ranks: int, hosts: int, num_bytes: float, inside: Link, across: Link) -> float:
+    """Return the time of an all-reduce by a tree of `ranks` in each host and a ring in chunks of `hosts`."""
+    tree = all_reduce_cost("tree", ranks, num_bytes).seconds(inside)
+    return tree + all_reduce_cost("chunked_ring", hosts, num_bytes).seconds(across)
+
+
+def collective_cost(name: str, size: int, num_bytes: float) -> Cost:
+    """Return what another collective of `comm.collectives` costs; `num_bytes` are those of one rank's tensor.
+
+    Of reduce_scatter and all_to_all, that is all of a rank's tensors together.
+    """
+    if size == 1:
+        return Cost(0, 0)
+    levels, others = math.ceil(math.log2(size)), size - 1
+    rounds, moved = {
+        "broadcast": (levels, levels * num_bytes),
+        "reduce": (levels, levels * num_bytes),
+        "reduce_scatter": (others, others / size * num_bytes),
+        "all_gather": (others, others * num_bytes),
+        "gather": (others, others * num_bytes),
+        "scatter": (others, others * num_bytes),
+        "all_to_all": (others, others / size * num_bytes),
+        "barrier": (levels, levels),
+    }[name]
+    return Cost(rounds, moved)
+
+
 def _ring(size: int, num_bytes: float) -> Cost:
     return Cost(size - 1, (size - 1) * num_bytes)
 
@@ -70,14 +97,13 @@ FORMULAS: dict[str, Callable[[int, float], Cost]] = {
 }
 
 
-def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link:
+def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
     """Return the latency and bandwidth that explain measured times best, by relative least squares.
 
-    Raises:
-        ValueError: Fewer than two different measurements.
+    None where they tell of no bandwidth: all alike, or larger ones faster.
     """
     if len({(cost.num_rounds, cost.num_bytes) for cost in costs}) < 2:
-        raise ValueError("a link is fitted to at least two different measurements")
+        return None
     # Normal equations of rounds/t * latency + bytes/t * (1/bandwidth) = 1.
     rows = [(c.num_rounds / t, c.num_bytes / t) for c, t in zip(costs, seconds, strict=True)]
     rr, rb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -86,4 +112,4 @@ def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link:
     latency, per_byte = (r * bb - b * rb) / determinant, (b * rr - r * rb) / determinant
     if latency < 0:  # noise: the small messages were not slower than the large ones per byte
         latency, per_byte = 0.0, b / bb
-    return Link(latency, 1 / per_byte)
+    return Link(latency, 1 / per_byte) if per_byte > 0 else None

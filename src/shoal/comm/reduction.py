@@ -30,12 +30,12 @@ class Reduction:
         """
         if name not in _INTO:
             raise InputError(f"there is no reduction {name!r}", hint=f"choose from {', '.join(NAMES)}")
-        if name == "average" and not dtype.is_floating_point:
+        if name == "average" and not (dtype.is_floating_point or dtype.is_complex):
             raise InputError(f"{dtype} has no average", hint="use sum, or a floating-point format")
         self.into = _INTO[name]
         self._divisor = size if name == "average" else 1
 
     def finish(self, total: Tensor) -> None:
-        """Turn what all ranks' tensors came to into the result, in place."""
+        """Turn what all ranks' tensors came to into the result, in place. The sum of an average must fit."""
         if self._divisor > 1:
             total.div_(self._divisor)

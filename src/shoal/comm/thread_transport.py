@@ -23,50 +23,60 @@ class ThreadTransport(Transport):
         self._wires = wires
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
-        for tensor, to in sends:
-            self._wires[self.rank, to].put(tensor.clone())
-        return [self._wires[source, self.rank].take_into(tensor) for tensor, source in receives]
+        arriving = [self._wires[source, self.rank].take_into(tensor) for tensor, source in receives]
+        return [*arriving, *(self._wires[self.rank, to].put(tensor) for tensor, to in sends)]
 
 
 def run_ranks(size: int, work: Callable[[Transport], Result], timeout_s: float = 20.0) -> list[Result]:
-    """Return what `work` returned on each of `size` ranks, each a thread. Raises what a rank raised.
+    """Return what `work` returned on each of `size` ranks, each a thread. Raises what a rank raised first.
 
-    A rank that waits `timeout_s` for a tensor gets a TimeoutError.
+    A rank that waits `timeout_s` for another gets a TimeoutError, which counts only if nobody has another.
     """
     wires = {(source, to): _Wire(timeout_s) for source in range(size) for to in range(size)}
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(work, [ThreadTransport(wires, rank, size) for rank in range(size)]))
+        ranks = [threads.submit(work, ThreadTransport(wires, rank, size)) for rank in range(size)]
+    errors = [error for rank in ranks if (error := rank.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, TimeoutError)):
+        raise error
+    return [rank.result() for rank in ranks]
 
 
 class _Wire:
-    """Tensors on their way; the nth one received is the nth one sent, in whatever order one waits."""
+    """Tensors on their way; the nth one received is the nth one sent, in whatever order one waits.
+
+    They are copied when the receiver waits, not before: what is written or used too early goes wrong here.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._sent: dict[int, Tensor] = {}
-        self._arrived = threading.Condition()
+        self._changed = threading.Condition()
         self._sends, self._receives = itertools.count(), itertools.count()
 
-    def put(self, tensor: Tensor) -> None:
-        with self._arrived:
-            self._sent[next(self._sends)] = tensor
-            self._arrived.notify_all()
+    def put(self, tensor: Tensor) -> _Transfer:
+        with self._changed:
+            number = next(self._sends)
+            self._sent[number] = tensor
+            self._changed.notify_all()
+        return _Transfer(lambda: self._wait_for(lambda: number not in self._sent))
 
-    def take_into(self, tensor: Tensor) -> _Receiving:
-        return _Receiving(self, next(self._receives), tensor)
+    def take_into(self, tensor: Tensor) -> _Transfer:
+        number = next(self._receives)
+        return _Transfer(lambda: self._take(number, tensor))
 
-    def take(self, number: int) -> Tensor:
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: number in self._sent, self._timeout_s):
-                raise TimeoutError(f"nothing came for {self._timeout_s:g} s")
-            return self._sent.pop(number)
+    def _take(self, number: int, into: Tensor) -> None:
+        self._wait_for(lambda: number in self._sent)
+        with self._changed:
+            assert self._sent[number].shape == into.shape, (self._sent[number].shape, into.shape)
+            into.copy_(self._sent.pop(number))
+            self._changed.notify_all()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(condition, self._timeout_s):
+                raise TimeoutError(f"nobody came for {self._timeout_s:g} s")
 
 
-class _Receiving:
-    def __init__(self, wire: _Wire, number: int, tensor: Tensor) -> None:
-        self._wire, self._number, self._tensor = wire, number, tensor
-
-    def wait(self) -> None:
-        sent = self._wire.take(self._number)
-        assert (sent.shape, sent.dtype) == (self._tensor.shape, self._tensor.dtype)
-        self._tensor.copy_(sent)
+class _Transfer:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait

@@ -22,12 +22,15 @@ _OPERATIONS = {
 class TorchTransport(Transport):
     """Point-to-point operations of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take a process group, by default the whole world."""
-        on_gpus = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+        """Take a process group, by default the whole world, and where tensors are, by default on the CPU.
+
+        Collective over the group: NCCL wants all ranks in its first operation.
+        """
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = group
+        if self.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         dist.all_reduce(tensor, _OPERATIONS[operation], group=self._group)

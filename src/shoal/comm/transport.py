@@ -32,7 +32,7 @@ class Transport(ABC):
     """A rank's way to the others of its group.
 
     Between two ranks tensors arrive in the order in which they were sent; sender and receiver agree on their
-    length and format. Tensors are contiguous and on `device`; empty ones are not sent.
+    number of bytes. Tensors of any format, contiguous and on `device`, are taken; empty ones are not sent.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Transport(ABC):
         self.size = size
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
+        self.hosts: list[list[int]] = [list(range(size))]  # the ranks of each; whoever knows better sets it
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def isend(self, tensor: Tensor, to: int) -> Handle:
@@ -81,10 +82,10 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
         """Reduce a tensor over all ranks by the library's own algorithm, which is not counted.
 
-        An average is left as a sum.
+        An average is left as a sum. Formats that the library lacks end with its own error.
 
         Raises:
-            InputError: The library has none for this.
+            InputError: The library has no all-reduce.
         """
         raise InputError(
             f"{type(self).__name__} has no all-reduce of its own", hint="choose one of shoal's algorithms"
@@ -97,17 +98,34 @@ class Transport(ABC):
         """
         return _Group(self, ranks)
 
+    def check(self, tensor: Tensor) -> None:
+        """Raise an InputError for a tensor that cannot travel from here."""
+        if tensor.device.type != self.device.type or not tensor.is_contiguous():
+            kind = "" if tensor.is_contiguous() else "not "
+            raise InputError(
+                f"a tensor on {tensor.device}, {kind}contiguous, cannot travel over {type(self).__name__}",
+                hint=f"contiguous tensors on {self.device.type} can",
+            )
+
+    def synchronise(self) -> None:
+        """Wait for the device, on which `Handle.wait` only orders what follows."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _start(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Handle:
-        sends = [(tensor, to) for tensor, to in sends if tensor.numel()]
-        self.traffic.num_bytes += sum(tensor.nbytes for tensor, _ in sends)
-        self.traffic.num_messages += len(sends)
-        return Several(
-            self._begin(sends, [(tensor, source) for tensor, source in receives if tensor.numel()])
-        )
+        outgoing = [(self._as_bytes(tensor), to) for tensor, to in sends if tensor.numel()]
+        incoming = [(self._as_bytes(tensor), source) for tensor, source in receives if tensor.numel()]
+        self.traffic.num_bytes += sum(tensor.nbytes for tensor, _ in outgoing)
+        self.traffic.num_messages += len(outgoing)
+        return Several(self._begin(outgoing, incoming))
+
+    def _as_bytes(self, tensor: Tensor) -> Tensor:
+        self.check(tensor)
+        return tensor.detach().view(-1).view(torch.uint8)
 
     @abstractmethod
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
-        """Start transfers that must be able to run at the same time."""
+        """Start transfers of bytes that must be able to run at the same time."""
 
 
 class Several:
@@ -127,6 +145,9 @@ class _Group(Transport):
         super().__init__(list(ranks).index(whole.rank), len(ranks), whole.device, whole.traffic)
         self._whole = whole
         self._ranks = list(ranks)
+
+    def scratch(self, like: Tensor, numel: int) -> Tensor:
+        return self._whole.scratch(like, numel)
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
         return self._whole._begin(

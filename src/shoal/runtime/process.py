@@ -30,7 +30,7 @@ _MPI = (
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # a name that no other job on the host has
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # Open MPI's name of a job, another one for each
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,10 @@ def _open_store(seat: Seat, timeout: timedelta) -> dist.Store:
 
 
 def _master_address(seat: Seat) -> tuple[str, int]:
-    address = os.environ.get("MASTER_ADDR")
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     job = next((os.environ[name] for name in _MPI_JOB if name in os.environ), None)
     if not address and job and not seat.is_on_several_hosts:  # mpirun does not say where ranks meet
-        return "127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 10_000
-    port = os.environ.get("MASTER_PORT", "")
+        address, port = "127.0.0.1", port or str(20_000 + zlib.crc32(job.encode()) % 10_000)
     if not address or not port.isdigit():
         raise InputError(
             f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}: several ranks need both to find each other",

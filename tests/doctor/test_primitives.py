@@ -1,0 +1,70 @@
+"""Every operation between two real processes; and what is said of one that is wrong, missing or hangs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shoal.doctor import command, primitives
+from shoal.doctor.primitives import OPERATIONS, judge, try_all, try_on
+
+
+def test_gloo_does_all_of_them_on_a_cpu():
+    matrix = try_all(num_gpus=0)
+    assert list(matrix) == ["gloo cpu"]
+    assert list(matrix["gloo cpu"]) == list(OPERATIONS)
+    assert {outcome["status"] for outcome in matrix["gloo cpu"].values()} == {"works"}
+    assert all(outcome["ms"] > 0 for outcome in matrix["gloo cpu"].values())
+    finding = judge(matrix)
+    assert (finding.status, finding.fact) == ("ok", f"{len(OPERATIONS)} of {len(OPERATIONS)} work")
+
+
+def test_gpus_add_their_back_ends(monkeypatch):
+    monkeypatch.setattr(primitives, "try_on", lambda backend, device: {})
+    assert list(try_all(num_gpus=1)) == ["gloo cpu", "gloo cuda"]
+    assert list(try_all(num_gpus=2)) == ["gloo cpu", "gloo cuda", "nccl cuda"]
+
+
+def rank(code):
+    """Return the command of a rank that does something else than try."""
+    return [sys.executable, "-c", f"import json, os\nrank = int(os.environ['RANK'])\n{code}"]
+
+
+def test_the_worst_of_the_ranks_counts():
+    outcomes = try_on(
+        "gloo",
+        "cpu",
+        rank(
+            "for name, last in (('reduce', 'works'), ('gather', 'wrong')):\n"
+            "    print(json.dumps({'operation': name, 'status': last if rank else 'works'}))"
+        ),
+    )
+    told = {name: outcome["status"] for name, outcome in outcomes.items()}
+    assert told == {"reduce": "works", "gather": "wrong"}
+
+
+def test_a_rank_that_dies_is_said_after_what_it_had_done():
+    die = "print(json.dumps({'operation': 'reduce', 'status': 'works'}))\nraise ValueError('no memory')"
+    outcomes = try_on("gloo", "cpu", rank(die))
+    assert outcomes["reduce"]["status"] == "works"
+    assert outcomes["end"] == {"status": "wrong", "why": "ValueError: no memory"}
+
+
+def test_ranks_that_hang_are_given_up(monkeypatch):
+    def hang(words, size):
+        raise subprocess.TimeoutExpired(words, 1)
+
+    monkeypatch.setattr(primitives, "run_ranks", hang)
+    assert try_on("gloo", "cpu") == {"start": {"status": "wrong", "why": "the ranks hung"}}
+
+
+@pytest.mark.parametrize(("status", "judged"), [("unsupported", "ok"), ("wrong", "problem")])
+def test_what_does_not_work_is_named(status, judged, capsys):
+    matrix = {"gloo cuda": {"reduce": {"status": "works", "ms": 2.0}, "gather": {"status": status}}}
+    finding = judge(matrix)
+    assert finding.status == judged
+    assert finding.fact == f"1 of 2 work; {status}: gather on gloo cuda"
+    command.Console().print(command._operations(matrix))
+    table = capsys.readouterr().out
+    assert "2.0 ms" in table
+    assert status in table
