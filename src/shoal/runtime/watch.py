@@ -81,8 +81,10 @@ class Watch:
     def troubled(self) -> bool:
         """Look, if it is time to, and say whether the ranks hang or disagree."""
         now = time.monotonic()
-        if now < self._due:
+        if (late := now - self._due) < 0:
             return False
+        if late > _PERIOD_S:  # the machine slept, or this process was stopped, and so may the ranks have been
+            self._since += late
         self._due = now + _PERIOD_S
         self._looks += 1
         still = now - self._since > 2 * _PERIOD_S
