@@ -14,7 +14,7 @@ from shoal.cli import app
 from shoal.config.sections import Config
 
 COMMANDS = sorted(name for name in app if not name.startswith("-"))
-GROUPS = {"checkpoint": ("gather", "ls", "verify", "rm")}
+GROUPS = {"bench": ("collectives",), "checkpoint": ("gather", "ls", "verify", "rm")}
 LEAVES = [
     (name, *sub) for name in COMMANDS for sub in ([(s,) for s in GROUPS[name]] if name in GROUPS else [()])
 ]

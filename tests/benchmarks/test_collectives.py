@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.proof
 def test_the_record_has_every_algorithm_on_two_and_four_processes(tmp_path):
     output = tmp_path / "record.json"
     words = ["-m", "benchmarks.collectives", "--repeats", "1", "--size", "64KB", "--output", output]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -183,18 +185,9 @@ def _expected_s(row: Row, link: Link | None) -> float | None:
 
 def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
     """Print nccl-tests' columns, the time by formula, and the links."""
-    table = Table(title=f"all-reduce on {rows[0].size} ranks")
-    headings = (
-        "size",
-        "count",
-        "type",
-        "algorithm",
-        "ms",
-        "algbw GB/s",
-        "busbw GB/s",
-        "#wrong",
-        "formula ms",
-    )
+    title = f"all-reduce on {rows[0].size} ranks; times in ms, bandwidths in GB/s"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    headings = ("size", "count", "type", "algorithm", "time", "algbw", "busbw", "#wrong", "formula")
     for heading in headings:
         table.add_column(
             heading, justify="left" if heading in ("type", "algorithm") else "right", no_wrap=True
@@ -214,7 +207,7 @@ def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
             str(row.wrong) if not row.wrong else f"[red]{row.wrong:,}[/]",
             "" if expected is None else f"{expected * 1e3:,.3f}",
         )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     for algorithm, link in links.items():
         if link:
