@@ -21,6 +21,7 @@ CASES = [
     ("zero1x2", "gpt2-dropout", "none"),
     ("zero3x2", "gpt2", "full"),
     ("tp2", "gpt2-dropout", "full"),
+    ("tp2", "llama", "selective"),
     ("tp2+sp", "llama-dropout", "none"),
     ("pp2", "gpt2-dropout", "none"),
     ("pp2+interleaved", "gpt2-dropout", "full"),

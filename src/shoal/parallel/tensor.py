@@ -39,9 +39,9 @@ class Axis:
         self._phase = phase
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, in its memory if it is contiguous."""
+        """Return the sum of every rank's `x`, which stays as it is: recompute may keep it."""
         with self._phase("tp"):
-            total = x.contiguous()
+            total = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self._group)
             return total
 
@@ -243,18 +243,12 @@ def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Changes activations on the way forward, and their gradients on the way back, where it can in place.
-
-    Both are fresh from a matrix product or a mask, and nobody else's.
-    """
+    """Changes activations on the way forward, and their gradients on the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.exchange = backward
-        changed = forward(x)
-        if changed is x:
-            ctx.mark_dirty(x)
-        return changed
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
