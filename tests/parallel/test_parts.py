@@ -110,3 +110,27 @@ def test_1f1b_keeps_activations_of_as_many_micro_batches_as_there_are_stages_to_
     everything, few = run(f"pp{stages}+gpipe"), run(f"pp{stages}")
     for rank in range(stages):
         assert few[rank] * 8 == pytest.approx(everything[rank] * (stages - rank), rel=0.01)
+
+
+def sums_under_way(run_dir, values):
+    """Return how many reduce-scatters nobody has waited for, after the backward passes and at their end."""
+    job = make_job(run_dir, values)
+    scatter = job.model.sharding._scatter
+    batch = job.task.batch(1)
+    job.model.forward_backward(job.task.micro_batches(batch), 1 / batch.global_tokens)
+    seen = [len(scatter._in_flight)]
+    job.model.finish_gradients()
+    return [*seen, len(scatter._in_flight)]
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "late"), [("zero1x2", 2, 2), ("zero2x2", 1, 2), ("zero2x2", 2, 0)]
+)
+def test_a_backward_pass_on_cpus_does_not_wait_for_the_sums_it_only_keeps(
+    pool, data, tmp_path, words, steps, late
+):
+    """Two at the most, as each holds a block's gradients; those that are added to others are waited for."""
+    values = tiny_config(data, train={"micro_batch_size": 16 // (2 * steps), "global_batch_size": 16})
+    values["parallel"] = settings_of(parse_layout(words))
+    for rank in pool.run(sums_under_way, 2, tmp_path, values):
+        assert rank == [late, 0]

@@ -87,6 +87,8 @@ class CutModel(Generic[T]):
             with self._phase("bubble"):
                 return self.pipeline.forward_backward(micro_batches, factor)
         total = torch.zeros((), device=next(self.parts[0].parameters()).device)
+        if self.sharding is not None:
+            self.sharding.gather_ahead(self.parts[0])
         for number, micro in enumerate(micro_batches, start=1):
             with self._micro_step(last=number == len(micro_batches)):
                 with self._phase("forward"):
@@ -112,6 +114,8 @@ class CutModel(Generic[T]):
         """Return when every gradient is the sum over all that hold a part of the batch. Collective."""
         if self.sync is not None:
             self.sync.wait()
+        if self.sharding is not None:
+            self.sharding.finish()
         for part in self.sums:
             part.run()
 

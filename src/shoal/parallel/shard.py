@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,6 +35,9 @@ class Sharding:
         self._zero = zero
         self._reduce_dtype = reduce_dtype
         self._offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+        self._on_cpu = mesh.device_type == "cpu"
+        self._scatter = LateReduceScatter()
+        self._begun: set[Decoder] = set()  # parts that have had a backward pass in this step
 
     def shard(self, model: Decoder) -> None:
         """Shard each block by itself, then all the rest. Weights may be on the meta device yet."""
@@ -46,10 +52,31 @@ class Sharding:
             # The loss is divided once, by the global number of tokens; and gloo knows no scaled sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if self._on_cpu:
+                unit.set_custom_reduce_scatter(self._scatter)
+
+    def gather_ahead(self, model: Decoder) -> None:
+        """Ask for all weights that stay until the last backward pass; no block will wait for its own.
+
+        A GPU has streams for that; on a CPU each block would stand still until both sides have come to it.
+        """
+        if self._on_cpu and self._zero < 3:
+            for module in (model, *model.blocks.values()):
+                cast(FSDPModule, module).unshard(async_op=True)
+
+    def finish(self) -> None:
+        """Return when every gradient of the step is summed."""
+        self._scatter.wait()
+        self._begun.clear()
 
     def micro_step(self, model: Decoder, *, last: bool) -> None:
         """Prepare the backward pass of one micro-step."""
+        self._scatter.wait()
         sharded = cast(FSDPModule, model)
+        # Sums are added to what a step has so far, at once, or become the gradient and can come later.
+        first_sums = self._zero == 1 or model not in self._begun
+        self._begun.add(model)
+        self._scatter.late = first_sums and self._reduce_dtype == torch.float32
         sharded.set_is_last_backward(last)
         sharded.set_requires_gradient_sync(last or self._zero > 1)
         sharded.set_reshard_after_backward(last or self._zero == 3)
@@ -59,3 +86,38 @@ class Sharding:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class LateReduceScatter:
+    """FSDP2's reduce-scatter on a CPU, which the backward pass need not wait for.
+
+    torch waits for each block's, so that ranks that are not in step wait for each other at every block.
+    """
+
+    _MAX_IN_FLIGHT = 2  # each keeps the whole gradients of a block
+
+    def __init__(self) -> None:
+        self.late = False
+        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # until 2.12
+        work = scatter(output_tensor, input_tensor, group=group, op=op, async_op=True)
+        self._in_flight.append((work, input_tensor))
+        self.wait(self._MAX_IN_FLIGHT if self.late else 0)
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until so many at most are under way."""
+        while len(self._in_flight) > left:
+            work, _ = self._in_flight.pop(0)
+            work.wait()
