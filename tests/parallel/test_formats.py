@@ -100,7 +100,7 @@ def test_all_ranks_agree_on_overflows_and_on_the_scale(pool, data, half, tmp_pat
     assert all(rank[:2] == (own, own_skipped) for rank in ranks)
     assert 0 < own_skipped < 7
     # Tensor ranks add fp16 products in another order, so that what is close to the limit may pass it.
-    alike = next((n for n, pair in enumerate(zip(own, seen)) if pair[0] != pair[1]), len(seen))
+    alike = next((n for n, pair in enumerate(zip(own, seen, strict=True)) if pair[0] != pair[1]), len(seen))
     assert alike >= (len(seen) if layout.tp == 1 else 2)
     losses, expected = ([line["loss"] for line in some if "loss" in line] for some in (own_lines, lines))
     np.testing.assert_allclose(losses[: alike + 1], expected[: alike + 1], rtol=2e-3)
