@@ -201,6 +201,58 @@ class Parallel(Section):
     """With zero: keep weights, gradients and optimiser state in host memory between their uses."""
 
 
+class Sync(Section):
+    """How data-parallel replicas agree: at every step on gradients or weights, or now and then on weights."""
+
+    strategy: Literal[
+        "allreduce",
+        "bf16",
+        "int8",
+        "onebit",
+        "topk",
+        "powersgd",
+        "central_serial",
+        "central_parallel",
+        "device_sharded",
+        "tree_update",
+        "model_averaging",
+        "block_momentum",
+        "diloco",
+        "streaming_diloco",
+        "async_sgd",
+    ] = "allreduce"
+    """allreduce, central_*, device_sharded and tree_update give the same result; bf16 to powersgd send less;
+    model_averaging to streaming_diloco let replicas train by themselves between agreements; async_sgd never
+    waits for the slowest, within sync.staleness steps."""
+    algorithm: Literal["backend", "ring", "chunked_ring", "tree", "halving_doubling", "hierarchical"] = (
+        "backend"
+    )
+    """allreduce: who sums, the back end or one of shoal's algorithms."""
+    warmup_steps: NonNegativeInt = 0
+    """onebit, topk, powersgd: first steps that sum gradients as they are."""
+    block: PositiveInt = 1024
+    """int8, onebit: values that share a scale."""
+    density: float = Field(default=0.01, gt=0.0, le=1.0)
+    """topk: share of the gradient's values that travel."""
+    rank: PositiveInt = 4
+    """powersgd: rank of the matrices that stand for a gradient."""
+    every: PositiveInt = 100
+    """model_averaging to streaming_diloco: steps that a replica takes by itself between two agreements (H)."""
+    lr: PositiveFloat | None = None
+    """The same: outer learning rate; unset means 1, for diloco and streaming_diloco 0.7."""
+    momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """block_momentum, diloco, streaming_diloco: outer momentum; unset means 1 - 1/replicas for
+    block_momentum, 0.9 for the others, whose momentum is Nesterov's."""
+    int8: bool = False
+    """model_averaging to streaming_diloco: replicas exchange their outer gradients in 8 bits."""
+    fragments: PositiveInt = 4
+    """streaming_diloco: parts of the model that agree in turn, each every sync.every steps."""
+    overlap: NonNegativeInt = 5
+    """streaming_diloco: steps for which a part's exchange may be under way."""
+    staleness: NonNegativeInt = 4
+    """async_sgd: steps that the fastest worker may be ahead of the slowest."""
+
+
 class Checkpoint(Section):
     """When to save and what to keep."""
 
@@ -255,6 +307,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
+    sync: Sync = Sync()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
