@@ -58,7 +58,7 @@ class Whole:
     """A model in one process, as clipping sees it."""
 
     def __init__(self, model):
-        self.named_weights = lambda: dict(model.named_parameters())
+        self.updated_weights = lambda: dict(model.named_parameters())
         self.gradient_norm = lambda: torch.nn.utils.get_total_norm(
             [p.grad for p in model.parameters()]
         ).item()

@@ -39,7 +39,7 @@ def matrix_values(data, layout, style):
 def state_of(job):
     """Name all that a checkpoint holds of this rank: weights and moments."""
     weights = job.model.named_weights()
-    moments = optimiser_tensors(weights, job.optimiser)
+    moments = optimiser_tensors(job.model.updated_weights(), job.optimiser)
     return {f"model.{name}": t.detach() for name, t in weights.items()} | {
         f"optimizer.{name}": t for name, t in moments.items()
     }

@@ -71,4 +71,13 @@ def _settings(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings,)
+def _owners(config: Config, layout: Layout) -> Iterator[Problem]:
+    if strategy_of(config).kind == "owner" and (layout.zero or layout.tp * layout.pp > 1):
+        yield (
+            f"sync.strategy = {config.sync.strategy} under {layout}: one rank updates whole weights for all "
+            "others, and here each rank has a part of them",
+            "use plain replicas, such as dp2, or sync.strategy = allreduce",
+        )
+
+
+RULES = (_settings, _owners)

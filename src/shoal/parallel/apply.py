@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.layout_rules import layers_of_parts
 from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
 from shoal.gradsync.after_backward import SumAfterBackward
 from shoal.gradsync.allreduce import AllReduce
+from shoal.gradsync.owners import Owners, make_owners
 from shoal.models.decoder import TIED, Decoder
 from shoal.models.init import initialise
 from shoal.models.shape import ModelShape
@@ -58,12 +60,21 @@ class CutModel(Generic[T]):
         self.sync: AllReduce | None = None  # the same
         self.sharding: Sharding | None = None
         self.pipeline: Pipeline[T] | None = None
-        self.sums: list[SumAfterBackward] = []
-        self.gradient_norm = GradientNorm(self.named_weights(), self.elsewhere, mesh, process)
+        self.owners: Owners | None = None  # with replicas of which one updates a weight for all
+        self.sums: list[SumAfterBackward | Owners] = []
+        cut = mesh.axes is not None
+        copies = mesh.layout.dp * mesh.layout.tp if cut else 1
+        self.gradient_norm = GradientNorm(
+            self.named_weights(), process if cut else None, copies, self.elsewhere
+        )
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return this rank's weights, cut ones as DTensors, by their names in the whole model."""
         return {name: weight for part in self.parts for name, weight in part.named_weights().items()}
+
+    def updated_weights(self) -> dict[str, nn.Parameter]:
+        """Return those of this rank's weights that it updates: all, unless others own them."""
+        return self.named_weights() if self.owners is None else self.owners.owned
 
     @property
     def elsewhere(self) -> set[str]:
@@ -101,17 +112,18 @@ class CutModel(Generic[T]):
     def forget_gradients(self) -> None:
         """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
         weights = list(self.named_weights().values())
-        in_buckets = (
-            [w.grad for w in weights if w.grad is not None] if self.forward is not self.parts[0] else []
-        )
-        if in_buckets:
+        keep = self.owners is not None or self.forward is not self.parts[0]
+        if in_buckets := [w.grad for w in weights if w.grad is not None and keep]:
             torch._foreach_zero_(in_buckets)
             return
         for weight in weights:
             weight.grad = None
 
     def finish_gradients(self) -> None:
-        """Return when every gradient is the sum over all that hold a part of the batch. Collective."""
+        """Return when each gradient that this rank needs is the sum over all that hold a part of the batch.
+
+        Collective.
+        """
         if self.sync is not None:
             self.sync.wait()
         if self.sharding is not None:
@@ -172,7 +184,10 @@ def apply(
     model = CutModel(parts, mesh, process, task.run, phase)
     model.sharding = sharding
     if mesh.axes is None:
-        _replicate(model, process, reduce_dtype, compiled=compilation.on)
+        if strategy_of(config).kind == "owner":
+            _own(model, process, config, reduce_dtype)
+        else:
+            _replicate(model, process, reduce_dtype, compiled=compilation.on)
         return model
     model.sums = _sums(model, tensor, reduce_dtype)
     if layout.pp > 1:
@@ -222,6 +237,15 @@ def _pipeline(
         group=model.mesh.group("pp"),
         device=device,
     )
+
+
+def _own(model: CutModel[T], process: Process, config: Config, reduce_dtype: torch.dtype) -> None:
+    """Give each weight an owner. Collective over the world."""
+    strategy, timeout_s = config.sync.strategy, config.runtime.timeout_s
+    owners = make_owners(model.named_weights(), strategy, process, reduce_dtype, timeout_s)
+    model.owners = owners
+    model.sums = [owners]
+    model.gradient_norm = GradientNorm(owners.owned, process, copies=1, elsewhere=set())
 
 
 def _replicate(model: CutModel[T], process: Process, reduce_dtype: torch.dtype, *, compiled: bool) -> None:

@@ -107,7 +107,8 @@ def _compare(job: Job, trial: Trial, outcome: Outcome, kind: str, tensor: Callab
     mesh, model = job.model.mesh, job.model
     keeper = mesh.dp_rank == 0 and mesh.tp_rank == 0
     found = outcome.tensors.setdefault(kind, {})
-    for name in model.named_weights():
+    # A gradient is complete on the rank that updates its weight.
+    for name in model.updated_weights() if kind == "gradient" else model.named_weights():
         whole = _whole(tensor(name))
         file = trial.tensors / f"{kind}.{name}.npy"
         if not trial.is_reference:

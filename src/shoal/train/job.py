@@ -10,6 +10,7 @@ from shoal.config.layout import resolve_layout
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, TokenSplit
 from shoal.data.loader import Loader, Windows
+from shoal.gradsync.after_step import AfterStep, InStep
 from shoal.models.loss import CrossEntropy
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.parallel.apply import CutModel, apply
@@ -41,6 +42,7 @@ class Job:
     shape: ModelShape
     task: Gpt
     model: CutModel[MicroBatch]
+    sync: AfterStep
     compilation: Compilation
     optimiser: Optimiser
     precision: Precision
@@ -95,7 +97,8 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         shape=shape,
         task=task,
         model=model,
-        optimiser=build_optimiser(model.named_weights(), config.optimizer),
+        sync=model.owners or InStep(),
+        optimiser=build_optimiser(model.updated_weights(), config.optimizer),
         compilation=compilation,
         precision=precision,
         validation=_eval_set(config, datasets, "validation"),

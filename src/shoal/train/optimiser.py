@@ -72,7 +72,7 @@ def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimi
 class Model(Protocol):
     """What clipping asks of a model in any layout."""
 
-    def named_weights(self) -> dict[str, nn.Parameter]: ...
+    def updated_weights(self) -> dict[str, nn.Parameter]: ...
 
     @property
     def gradient_norm(self) -> Callable[[], float]: ...
@@ -84,7 +84,7 @@ def clip_gradients(model: Model, limit: float, scale: float = 1.0) -> float:
     Returns the norm between the two; where it is not finite, the gradients are of no use. ShoalError if a
     parameter has no gradient: some layouts of torch lose them without a word.
     """
-    weights = model.named_weights()
+    weights = model.updated_weights()
     lost = sorted(name for name, weight in weights.items() if weight.grad is None)
     if lost:
         raise ShoalError(
@@ -92,10 +92,10 @@ def clip_gradients(model: Model, limit: float, scale: float = 1.0) -> float:
             hint="this layout loses gradients with this version of torch; use another one and report it",
         )
     gradients = [local_gradient(weight) for weight in weights.values()]
-    if scale != 1.0:
+    if gradients and scale != 1.0:
         torch._foreach_div_(gradients, scale)
     norm = model.gradient_norm()
-    if limit and not norm <= limit:
+    if gradients and limit and not norm <= limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
     return norm
 

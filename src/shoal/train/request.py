@@ -10,6 +10,7 @@ from shoal.config.layout import Layout, resolve_layout
 from shoal.config.layout_rules import check_layout
 from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
+from shoal.config.sync_rules import check_sync
 from shoal.data.dataset import Dataset, open_dataset
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.models.shape import resolve_shape
@@ -67,6 +68,7 @@ class Request:
         require_sinks(self.config.train.sinks)
         datasets = self.open_datasets()
         check_layout(self.config, layout, resolve_shape(self.config.model, datasets[0].vocab_size))
+        check_sync(self.config, layout)
         if self.init is not None and not self.init.exists():
             raise InputError(
                 f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"

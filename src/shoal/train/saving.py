@@ -104,7 +104,7 @@ def _tensors(job: Job, *, saving: bool = False) -> dict[str, Tensor]:
     What the first pipeline part has, too, is loaded by both and saved by that one.
     """
     weights = job.model.named_weights()
-    moments = optimiser_tensors(weights, job.optimiser)
+    moments = optimiser_tensors(job.model.updated_weights(), job.optimiser)
     tensors = {**_weights(weights), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
     skipped = tuple(f"{kind}.{name}" for kind in ("model", "optimizer") for name in job.model.elsewhere)
     return {name: t for name, t in tensors.items() if not (saving and name.startswith(skipped))}

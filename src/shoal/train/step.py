@@ -30,7 +30,7 @@ def forward_backward(job: Job, batch: HostBatch) -> float:
 def clip(job: Job) -> float:
     """Take the loss scale out and clip to the global norm allowed; return the norm before clipping.
 
-    Collective over the world, if the model is cut.
+    Collective over the world, if the model is cut or its weights have owners.
     """
     with job.clock.phase("optimiser"):
         return clip_gradients(job.model, job.config.optimizer.clip, job.precision.scaler.scale)
@@ -49,6 +49,8 @@ def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
         return False
     with job.clock.phase("optimiser"):
         job.optimiser.step(learning_rate(job.config, step, job.skipped))
+    with job.clock.phase("communication"):
+        job.sync.after_step(step)
     return True
 
 

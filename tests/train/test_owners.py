@@ -1,0 +1,158 @@
+"""One rank updates a weight for all: the result is that of plain all-reduce, and checkpoints are the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.train.step import clip, forward_backward, update
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import make_job, run_training, tiny_config
+from tests.train.test_reshard import load_each, save_and_go_on, together
+from tests.train.test_resume import equal
+
+STRATEGIES = ("central_serial", "central_parallel", "device_sharded", "tree_update")
+TRAIN = {"steps": 5, "micro_batch_size": 2}  # a rank accumulates, whether there are 1, 2 or 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def values_of(data, strategy, **sections):
+    sections = {"optimizer": {"lr": 1e-3, "clip": 0.5}, "schedule": {"min_lr": 1e-4}, **sections}
+    train = TRAIN | sections.pop("train", {})
+    return tiny_config(data, model={"dropout": 0.1}, train=train, sync={"strategy": strategy}, **sections)
+
+
+@pytest.fixture(scope="module")
+def plain(pool, data, tmp_path_factory):
+    """Return a function that trains by all-reduce on some ranks, once."""
+    known = {}
+
+    def run(size, **sections):
+        key = size, str(sections)
+        if key not in known:
+            values = values_of(data, "allreduce", **sections)
+            known[key] = pool.run(run_training, size, tmp_path_factory.mktemp("run"), values)[0]
+        return known[key]
+
+    return run
+
+
+def check(ranks, expected):
+    assert min(expected["norms"]) > 0.5  # so that all are clipped
+    np.testing.assert_allclose(ranks[0]["losses"], expected["losses"], rtol=2e-6)
+    np.testing.assert_allclose(ranks[0]["norms"], expected["norms"], rtol=2e-6)
+    for rank in ranks:
+        for name, weight in rank["weights"].items():
+            whole = expected["weights"][name]
+            assert np.linalg.norm(weight - whole) <= 1e-6 * np.linalg.norm(whole), name
+            assert np.array_equal(weight, ranks[0]["weights"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        *((strategy, 2) for strategy in STRATEGIES),
+        *(
+            pytest.param(strategy, size, marks=pytest.mark.proof)
+            for strategy in STRATEGIES
+            for size in (1, 4)
+        ),
+    ],
+)
+def test_training_is_that_of_plain_all_reduce(pool, data, plain, tmp_path, strategy, size):
+    ranks = pool.run(run_training, size, tmp_path, values_of(data, strategy))
+    check(ranks, plain(size))
+    every = set(ranks[0]["weights"])
+    with_state = [{name for name, state in rank["moments"].items() if state} for rank in ranks]
+    if strategy == "device_sharded":
+        assert sum(map(len, with_state)) == len(every) == len(set.union(*with_state))
+    else:
+        assert with_state == [every, *[set()] * (size - 1)]
+
+
+def test_muon_updates_shares_as_it_does_the_whole(pool, data, plain, tmp_path):
+    sections = {"optimizer": {"lr": 1e-3, "clip": 0.5, "name": "muon"}, "train": {"steps": 2}}
+    values = values_of(data, "device_sharded", **sections)
+    check(pool.run(run_training, 2, tmp_path, values), plain(2, **sections))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("device_sharded", 2),
+        *(pytest.param(strategy, 4, marks=pytest.mark.proof) for strategy in STRATEGIES),
+    ],
+)
+def test_resume_is_bitwise_equal(pool, data, tmp_path, strategy, size):
+    values = values_of(data, strategy, train={"steps": 4})
+    whole = pool.run(run_training, size, tmp_path / "whole", values)
+    halted = values | {"runtime": {**values["runtime"], "stop_after": 2}}
+    assert not pool.run(run_training, size, tmp_path / "parts", halted)[0]["done"]
+    resumed = pool.run(run_training, size, tmp_path / "parts", values)
+    for before, after in zip(whole, resumed, strict=True):
+        equal(before, after)
+
+
+def test_checkpoints_load_under_any_other_strategy_and_back(pool, data, tmp_path):
+    """Saved on two ranks by an owner, read by all-reduce on one and on two, and the other way round."""
+    saved = {}
+    for strategy, size in (("central_serial", 2), ("device_sharded", 2), ("allreduce", 1)):
+        folder = tmp_path / f"{strategy}{size}"
+        ranks = pool.run(save_and_go_on, size, folder, values_of(data, strategy))
+        saved[folder] = together([state for state, _ in ranks]), ranks[0][1]
+    for strategy, size in (("allreduce", 1), ("allreduce", 2), ("central_serial", 2), ("device_sharded", 2)):
+        values, target = values_of(data, strategy), tmp_path / f"under-{strategy}{size}"
+        ranks = pool.run(load_each, size, target, values, list(saved))
+        for (state, loss), *loads in zip(saved.values(), *ranks, strict=True):
+            loaded = together([part for part, _ in loads])
+            assert loaded.keys() == state.keys()
+            assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+            np.testing.assert_allclose(loads[0][1], loss, rtol=2e-6)
+
+
+def leave_one_out(run_dir, values):
+    """Take a step whose gradient overflows on one rank, then a good one; return whether each was taken."""
+    job = make_job(run_dir, values)
+    taken = []
+    for step in (1, 2):
+        loss = forward_backward(job, job.task.batch(step))
+        if step == 1:
+            for weight in job.model.updated_weights().values():
+                weight.grad.fill_(torch.inf)
+        taken.append(update(job, step, loss, clip(job)))
+    return taken, {name: p.detach().numpy().copy() for name, p in job.model.named_weights().items()}
+
+
+def test_a_step_that_is_left_out_is_left_out_by_all(pool, data, tmp_path):
+    values = values_of(data, "central_parallel", guard={"nonfinite": "skip"})
+    (taken, weights), (also_taken, others) = pool.run(leave_one_out, 2, tmp_path, values)
+    assert taken == also_taken == [False, True]
+    assert all(np.isfinite(weight).all() for weight in weights.values())
+    assert all(np.array_equal(weight, others[name]) for name, weight in weights.items())
+
+
+def traffic_of_a_step(run_dir, values):
+    """Return what a step sent by the owners' transport, and what went by anything but small agreements."""
+    job = make_job(run_dir, values)
+    owners, seen = job.model.owners, []
+    honest = torch.distributed.ProcessGroup.allreduce
+    torch.distributed.ProcessGroup.allreduce = lambda group, tensors, *rest: (
+        seen.append(sum(t.numel() for t in tensors)) or honest(group, tensors, *rest)
+    )
+    try:
+        loss = forward_backward(job, job.task.batch(1))
+        assert update(job, 1, loss, clip(job))
+    finally:
+        torch.distributed.ProcessGroup.allreduce = honest
+    weights = sum(weight.numel() for weight in job.model.named_weights().values())
+    return owners.transport.traffic.num_bytes, max(seen), 4 * weights
+
+
+def test_a_step_sends_gradients_once_whatever_the_accumulation(pool, data, tmp_path):
+    ranks = pool.run(traffic_of_a_step, 2, tmp_path, values_of(data, "tree_update"))
+    for sent, largest, whole in ranks:
+        assert sent == whole  # rank 1 its gradients, rank 0 the weights
+        assert largest == 1  # loss, norm: no tensor went another way
