@@ -1,9 +1,15 @@
 """One rank updates a weight for all: the result is that of plain all-reduce, and checkpoints are the same."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from shoal.config.load import validate
+from shoal.models.counts import count_parameters
+from shoal.models.shape import resolve_shape
 from shoal.train.step import clip, forward_backward, update
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import make_job, run_training, tiny_config
@@ -134,25 +140,36 @@ def test_a_step_that_is_left_out_is_left_out_by_all(pool, data, tmp_path):
     assert all(np.array_equal(weight, others[name]) for name, weight in weights.items())
 
 
+def slowed(exchange):
+    def run(*args):
+        time.sleep(0.1)
+        return exchange(*args)
+
+    return run
+
+
 def traffic_of_a_step(run_dir, values):
-    """Return what a step sent by the owners' transport, and what went by anything but small agreements."""
-    job = make_job(run_dir, values)
-    owners, seen = job.model.owners, []
-    honest = torch.distributed.ProcessGroup.allreduce
+    """Return the bytes of the owners' transport, the largest other sum's elements, and both ways' seconds."""
+    job, seen = make_job(run_dir, values), []
+    owners, honest = job.model.owners, torch.distributed.ProcessGroup.allreduce
+    owners._way = replace(owners._way, collect=slowed(owners._way.collect), spread=slowed(owners._way.spread))
     torch.distributed.ProcessGroup.allreduce = lambda group, tensors, *rest: (
         seen.append(sum(t.numel() for t in tensors)) or honest(group, tensors, *rest)
     )
     try:
+        job.clock.begin()
         loss = forward_backward(job, job.task.batch(1))
         assert update(job, 1, loss, clip(job))
+        job.clock.end()
     finally:
         torch.distributed.ProcessGroup.allreduce = honest
-    weights = sum(weight.numel() for weight in job.model.named_weights().values())
-    return owners.transport.traffic.num_bytes, max(seen), 4 * weights
+    return owners.transport.traffic.num_bytes, max(seen), job.clock.phases["communication"]
 
 
-def test_a_step_sends_gradients_once_whatever_the_accumulation(pool, data, tmp_path):
+def test_a_step_sends_gradients_once_and_both_ways_are_communication(pool, data, tmp_path):
     ranks = pool.run(traffic_of_a_step, 2, tmp_path, values_of(data, "tree_update"))
-    for sent, largest, whole in ranks:
+    whole = 4 * count_parameters(resolve_shape(validate(values_of(data, "tree_update"), "").model, 257)).total
+    for sent, largest, seconds in ranks:
         assert sent == whole  # rank 1 its gradients, rank 0 the weights
         assert largest == 1  # loss, norm: no tensor went another way
+        assert seconds >= 0.2

@@ -106,7 +106,7 @@ def share_out(weights: dict[str, nn.Parameter], num_ranks: int) -> list[dict[str
 def make_owners(
     weights: dict[str, nn.Parameter], strategy: str, process: Process, dtype: torch.dtype, timeout_s: float
 ) -> Owners:
-    """Return the owners of a replica's weights, on a process group of their own. Collective over the world."""
+    """Return the owners of a replica's weights, on a process group of their own. Collective."""
     on_host = _WAYS[strategy].on_host
     group = dist.new_group(
         backend="gloo" if on_host else None, timeout=timedelta(seconds=timeout_s), group_desc="owners"
