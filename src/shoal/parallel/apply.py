@@ -189,7 +189,7 @@ def apply(
         else:
             _replicate(model, process, reduce_dtype, compiled=compilation.on)
         return model
-    model.sums = _sums(model, tensor, reduce_dtype)
+    model.sums += _sums(model, tensor, reduce_dtype)
     if layout.pp > 1:
         model.pipeline = _pipeline(model, numbers, config, task, phase, device)
     return model
