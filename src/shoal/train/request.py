@@ -65,10 +65,10 @@ class Request:
             )
         layout = resolve_layout(self.config.parallel, world_size)
         rules.check(self.config, layout.dp)
+        check_sync(self.config, layout)
         require_sinks(self.config.train.sinks)
         datasets = self.open_datasets()
         check_layout(self.config, layout, resolve_shape(self.config.model, datasets[0].vocab_size))
-        check_sync(self.config, layout)
         if self.init is not None and not self.init.exists():
             raise InputError(
                 f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"
