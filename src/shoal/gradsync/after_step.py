@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
-
-class AfterStep(Protocol):
-    """A strategy's part after the optimiser step."""
-
-    def after_step(self, step: int) -> None:
-        """Follow a step that all ranks have taken. Collective over the replicas."""
+from torch import Tensor
 
 
 class InStep:
-    """Replicas that take the same step need nothing."""
+    """Replicas that take the same step need nothing. Strategies after the step replace what they need."""
+
+    def start(self, step: int) -> int:
+        """Begin when `step` steps are done here; return how many are then. Collective over the replicas."""
+        return step
 
     def after_step(self, step: int) -> None:
-        """Do nothing."""
+        """Follow a step that this replica has taken, or left out. Collective over the replicas."""
+
+    def close(self) -> None:
+        """Take part no more. Called when all that is to be saved has been."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep beside tensors, as JSON values."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint has to keep, cut like the weights, as kind.parameter."""
+        return {}
+
+    def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors to fill from a checkpoint with this `state`; empty: it has none to give."""
+        return {}

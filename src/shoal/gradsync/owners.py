@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from shoal.comm.collectives import all_gather, broadcast, reduce, reduce_scatter
 from shoal.comm.torch_transport import TorchTransport
 from shoal.comm.transport import Transport
+from shoal.gradsync.after_step import InStep
 from shoal.runtime.device import physical_cores
 from shoal.runtime.process import Process
 from shoal.runtime.ring import label
@@ -41,7 +42,7 @@ _ALIGNED = 16  # elements: 64 bytes of fp32, where kernels like a tensor to begi
 Exchange = Callable[[Transport, list[Tensor]], None]  # over what each rank owns, as one flat tensor a rank
 
 
-class Owners:
+class Owners(InStep):
     """Shares weights out to ranks. Gradients lie in one flat tensor for each owner, and so do weights."""
 
     def __init__(

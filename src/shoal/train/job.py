@@ -10,7 +10,7 @@ from shoal.config.layout import resolve_layout
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, TokenSplit
 from shoal.data.loader import Loader, Windows
-from shoal.gradsync.after_step import AfterStep, InStep
+from shoal.gradsync.after_step import InStep
 from shoal.models.loss import CrossEntropy
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.parallel.apply import CutModel, apply
@@ -42,7 +42,7 @@ class Job:
     shape: ModelShape
     task: Gpt
     model: CutModel[MicroBatch]
-    sync: AfterStep
+    sync: InStep
     compilation: Compilation
     optimiser: Optimiser
     precision: Precision

@@ -39,8 +39,15 @@ def clip(job: Job) -> float:
 def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
     """Take the optimiser step, unless fp16 overflowed or the guard objects; return whether it was taken.
 
-    Collective over the world.
+    Then replicas do for each other what their strategy asks. Collective over the world.
     """
+    applied = _take_step(job, step, loss, grad_norm)
+    with job.clock.phase("communication"):
+        job.sync.after_step(step)
+    return applied
+
+
+def _take_step(job: Job, step: int, loss: float, grad_norm: float) -> bool:
     scaler = job.precision.scaler
     overflow = scaler.dynamic and job.process.any(not math.isfinite(grad_norm))
     left_out = scaler.update(overflow)
@@ -49,8 +56,6 @@ def update(job: Job, step: int, loss: float, grad_norm: float) -> bool:
         return False
     with job.clock.phase("optimiser"):
         job.optimiser.step(learning_rate(job.config, step, job.skipped))
-    with job.clock.phase("communication"):
-        job.sync.after_step(step)
     return True
 
 
