@@ -300,7 +300,7 @@ def batches(work: Workload, data: Path) -> Iterator[Tensor]:
         world_size=1,
     )
     for step in range(1, FOREVER):
-        yield torch.from_numpy(loader.batch(step).tokens)
+        yield torch.from_numpy(loader.batch(step).data)
 
 
 SYSTEMS = {"shoal": run_shoal, "transformers": run_transformers, "litgpt": run_litgpt}

@@ -86,7 +86,7 @@ def prepare(
     workers: int | None = None,
     json: Path | None = None,
 ) -> None:
-    """Turn text into a dataset: token files, tokenizer and manifest in one folder.
+    """Turn text, or labelled examples, into a dataset: plain files and a manifest in one folder.
 
     Stop it at any time and run the same command again: it continues. Run it once more: it does nothing.
 
@@ -94,11 +94,15 @@ def prepare(
 
     Example: shoal prepare corpus/*.jsonl.gz notes/ --output datasets/mine --tokenizer gpt2 --text-key body
 
+    Example: shoal prepare mnist/ --output datasets/mnist   (then: shoal train fcn-r --data datasets/mnist)
+
     Parameters
     ----------
     inputs
         Files, folders or quoted globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv, .parquet; or
-        `stdlib`, the source text of this Python's standard library (12 MB, offline).
+        `stdlib`, the source text of this Python's standard library (12 MB, offline). Labelled examples:
+        .npz files (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST's IDX files, or
+        `random-images`, made up for timing.
     output
         Folder of the dataset; new, or one that this command began.
     tokenizer

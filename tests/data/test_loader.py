@@ -40,15 +40,15 @@ def test_each_full_window_is_read_once_an_epoch(num_tokens):
     data = loader(windows, batch=1)
     for epoch in range(3):
         steps = range(epoch * windows.total + 1, (epoch + 1) * windows.total + 1)
-        starts = sorted(int(data.batch(step).tokens[0, 0]) for step in steps)
+        starts = sorted(int(data.batch(step).data[0, 0]) for step in steps)
         assert starts == [4 * window for window in range(windows.total)]
 
 
 def test_epochs_have_different_orders():
     windows = Windows([split(401)], seq_len=4)
     data = loader(windows, batch=100)
-    assert data.batch(1).tokens.tolist() != data.batch(2).tokens.tolist()
-    assert sorted(data.batch(1).tokens[:, 0]) == sorted(data.batch(2).tokens[:, 0])
+    assert data.batch(1).data.tolist() != data.batch(2).data.tolist()
+    assert sorted(data.batch(1).data[:, 0]) == sorted(data.batch(2).data[:, 0])
 
 
 def test_a_window_ends_with_the_first_token_of_the_next():
@@ -62,9 +62,9 @@ def test_the_union_over_ranks_does_not_depend_on_their_number(world_size):
     for step in (1, 7, 100):
         parts = [loader(windows, 8, rank, world_size).batch(step) for rank in range(world_size)]
         whole = loader(windows, 8).batch(step)
-        assert np.concatenate([part.tokens for part in parts]).tolist() == whole.tokens.tolist()
+        assert np.concatenate([part.data for part in parts]).tolist() == whole.data.tolist()
         assert np.concatenate([part.samples for part in parts]).tolist() == whole.samples.tolist()
-        assert {part.global_tokens for part in parts} == {48}
+        assert {part.global_targets for part in parts} == {48}
 
 
 def test_ten_small_documents_last_for_five_thousand_steps(caplog):
@@ -72,7 +72,7 @@ def test_ten_small_documents_last_for_five_thousand_steps(caplog):
     data = loader(windows, batch=7)
     seen = np.zeros(windows.total, dtype=int)
     for step in range(1, 5001):
-        for window in data.window_index(data.batch(step).samples):
+        for window in data.index(data.batch(step).samples):
             seen[window] += 1
     assert seen.sum() == 35_000
     assert seen.max() - seen.min() <= 1
@@ -94,7 +94,7 @@ def test_weights_are_honoured_in_every_block_and_each_dataset_keeps_its_epochs()
     windows = Windows([split(4001), split(41, first=10_000)], seq_len=4)
     data = loader(windows, batch=10_000, weights=(3.0, 1.0))
     for step in (1, 2):
-        starts = data.batch(step).tokens[:, 0]
+        starts = data.batch(step).data[:, 0]
         small = starts[starts >= 10_000]
         assert len(small) == 2500
         assert set(np.unique(small, return_counts=True)[1]) == {250}
@@ -103,9 +103,7 @@ def test_weights_are_honoured_in_every_block_and_each_dataset_keeps_its_epochs()
 
 def test_another_seed_gives_another_order():
     windows = Windows([split(4001)], seq_len=4)
-    assert (
-        loader(windows, seed=1).batch(1).tokens.tolist() != loader(windows, seed=2).batch(1).tokens.tolist()
-    )
+    assert loader(windows, seed=1).batch(1).data.tolist() != loader(windows, seed=2).batch(1).data.tolist()
 
 
 def test_too_few_tokens_for_one_window_are_refused():

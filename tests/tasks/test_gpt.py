@@ -23,8 +23,7 @@ def batches_and_threads(run_dir, values):
     job = make_job(run_dir, values)
     batches = [job.task.batch(step) for step in (1, 2, 5, 2)]
     for batch in batches:
-        assert np.array_equal(batch.tokens, job.task.loader.batch(batch.step).tokens)
-        assert np.array_equal(batch.tokens_bt, batch.tokens)
+        assert np.array_equal(batch.tensors[0], job.task.loader.batch(batch.step).data)
     assert train(job)
     names = [thread.name for thread in set(threading.enumerate()) - before]
     return [batch.samples for batch in batches], [name for name in names if name.startswith("ahead")]

@@ -79,4 +79,4 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 def batch_samples(run_dir: Path, values: dict[str, Any], step: int) -> tuple[list[int], torch.Tensor]:
     """Return this rank's samples and tokens of a step."""
     batch = make_job(run_dir, values).task.batch(step)
-    return batch.samples.tolist(), torch.from_numpy(batch.tokens)
+    return batch.samples.tolist(), batch.tensors[0]

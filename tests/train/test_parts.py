@@ -168,7 +168,7 @@ def test_rates_follow_from_a_known_clock():
         pass
     seconds = clock.end()
     assert seconds == 2.0
-    rates = Rates(1000, world_size=2, flops_per_token=100, matmul_flops=1e6, peak_flops=5e5)
+    rates = Rates("tokens", 1000, world_size=2, flops_per_target=100, matmul_flops=1e6, peak_flops=5e5)
     rates.add(seconds, clock.phases)
     rates.add(6.0, clock.phases)
     got = rates.take()
@@ -181,7 +181,7 @@ def test_rates_follow_from_a_known_clock():
 
 
 def test_an_unknown_device_has_no_mfu():
-    rates = Rates(1000, world_size=1, flops_per_token=100, matmul_flops=1e6, peak_flops=None)
+    rates = Rates("tokens", 1000, world_size=1, flops_per_target=100, matmul_flops=1e6, peak_flops=None)
     rates.add(1.0, {})
     assert rates.take()["mfu"] is None
 

@@ -22,7 +22,7 @@ def our_run(run_dir, values, hf_model):
         for name, weight in decoder_from_hf(hf_model).named_parameters():
             bare.get_parameter(name).copy_(weight)
     train(job)
-    batches = [job.task.loader.batch(step).tokens for step in range(1, STEPS + 1)]
+    batches = [job.task.loader.batch(step).data for step in range(1, STEPS + 1)]
     lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     return [(line["loss"], line["grad_norm"]) for line in lines], batches
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from shoal.config.layout import Layout
+from shoal.config.load import differences
 from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
 from shoal.errors import ConfigError
@@ -27,11 +28,18 @@ class Shape(Protocol):
 
 
 Problem = tuple[str, str]  # what is wrong, with the values; what to choose
+# Settings that networks of fixed form do not read, beside those of the section model.
+_FOR_DECODERS = ("data.reset_documents", "train.recompute", "train.recompute_layers")
+_FOR_TOKENS = ("train.seq_len", "eval.seq_len")
 Rule = Callable[[Config, Layout, Shape], Iterator[Problem]]
 
 
-def check_layout(config: Config, layout: Layout, shape: Shape) -> None:
-    """Raise a ConfigError for the first rule that a layout breaks."""
+def check_layout(config: Config, layout: Layout, shape: Shape | None) -> None:
+    """Raise a ConfigError for the first rule that a layout breaks; without a shape the form is fixed."""
+    if shape is None:
+        for message, hint in _fixed_form(config, layout):
+            raise ConfigError(message, hint=hint)
+        return
     for rule in RULES:
         for message, hint in rule(config, layout, shape):
             raise ConfigError(message, hint=hint)
@@ -53,6 +61,34 @@ def check_tensor_cut(shape: Shape, tp: int) -> None:
     """Raise a ConfigError where a model cannot be cut over `tp` processes."""
     for message, hint in _cuts(shape, tp):
         raise ConfigError(message, hint=hint)
+
+
+def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
+    """Yield what goes with decoders only."""
+    network = config.model.network
+    read = ("model.network",) if network == "fcn-r" else ("model.network", "model.vocab_size")
+    if layout != Layout(dp_replicate=layout.dp_replicate, schedule=layout.schedule):
+        yield (
+            f"model.network = {network} under {layout}: tp, pp and zero know how to cut decoders only",
+            f"use replicas of the whole network, dp{layout.world_size}",
+        )
+    for name, value, default in differences(config, Config()):
+        decoders = name.startswith("model.") and name not in read
+        if decoders or name in _FOR_DECODERS or (network == "fcn-r" and name in _FOR_TOKENS):
+            yield (
+                f"{name} = {value} with model.network = {network}, which does not read it",
+                f"leave it out ({name} = {default})",
+            )
+    if config.optimizer.name == "muon":
+        yield (
+            f"optimizer.name = muon with model.network = {network}: it is for the matrices of a decoder's blocks",
+            "use optimizer.name = adamw or sgd",
+        )
+    if config.train.compile == "on":
+        yield (
+            f"train.compile = on with model.network = {network}: only a decoder's blocks are compiled",
+            "use train.compile = off (or auto)",
+        )
 
 
 def _tensor_cut(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:

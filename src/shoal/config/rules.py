@@ -53,7 +53,7 @@ def _check_batch(config: Config, dp: int) -> None:
 
 def _check_lengths(config: Config) -> None:
     for name, length in (("train.seq_len", config.train.seq_len), ("eval.seq_len", config.eval.seq_len)):
-        if length > config.model.max_seq_len:
+        if config.model.network == "decoder" and length > config.model.max_seq_len:
             raise ConfigError(
                 f"{name} = {length} is longer than model.max_seq_len = {config.model.max_seq_len} positions",
                 hint=f"raise model.max_seq_len or use {name} <= {config.model.max_seq_len}",

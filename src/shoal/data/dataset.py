@@ -16,6 +16,8 @@ from shoal.runtime.files import hash_file, read_json
 MANIFEST = "manifest.json"
 FORMAT = "shoal-dataset"
 FORMAT_VERSION = 1
+EXAMPLES_FORMAT = "shoal-examples"
+_CONTENTS = {FORMAT: "tokens", EXAMPLES_FORMAT: "labelled examples"}
 SPLITS = ("train", "validation", "test")
 _REMAKE = "prepare it again with `shoal prepare`, or copy it again from where it came"
 
@@ -64,7 +66,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 def open_dataset(path: Path) -> Dataset:
     """Open a dataset folder, checking sizes, dtype and header against its manifest."""
     path = Path(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path, FORMAT, FORMAT_VERSION)
     try:
         if not isinstance(manifest["splits"], dict) or not manifest["splits"].keys() & set(SPLITS):
             raise ValueError("splits")
@@ -95,8 +97,8 @@ def verify_dataset(path: Path) -> Dataset:
     return dataset
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check that it is one of ours."""
+def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
+    """Read the manifest of a dataset folder and check that it is of a format that we write."""
     if not path.is_dir():
         raise DataError(
             f"there is no dataset folder {path}", hint=f"make one: shoal prepare TEXT --output {path}"
@@ -110,11 +112,17 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = read_json(path / MANIFEST, "dataset manifest")
     except InputError as error:
         raise DataError(error.message, hint=_REMAKE) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{path / MANIFEST} is not a Shoal dataset manifest", hint=_REMAKE)
-    if manifest.get("version") != FORMAT_VERSION:
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found in _CONTENTS and found != format:
         raise DataError(
-            f"dataset {path} has format version {manifest.get('version')}; this Shoal reads {FORMAT_VERSION}",
+            f"dataset {path} holds {_CONTENTS[found]}, and this run takes {_CONTENTS[format]}",
+            hint="give another --data, or another model.network",
+        )
+    if found != format:
+        raise DataError(f"{path / MANIFEST} is not a Shoal dataset manifest", hint=_REMAKE)
+    if manifest.get("version") != version:
+        raise DataError(
+            f"dataset {path} has format version {manifest.get('version')}; this Shoal reads {version}",
             hint=_REMAKE,
         )
     return manifest

@@ -230,6 +230,16 @@ class Decoder(nn.Module):
             weights[TIED] = weights.pop("head.weight")
         return weights
 
+    def initial_std(self, name: str) -> float:
+        """Return the deviation of a matrix's first values, GPT-2's: smaller where it writes to the stream."""
+        residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
+        return 0.02 / (2 * self.shape.n_layers) ** 0.5 if residual else 0.02
+
+    def smallest_call(self, device: torch.device) -> dict[str, Tensor]:
+        """Return arguments for one token."""
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        return {"inputs": zero[None], "dropout_keys_b": zero}
+
     def set_recompute(self, mode: Literal["none", "full", "selective"], layers: int) -> None:
         """Choose what backward computes again; mode full: in chunks of `layers`, the last may be smaller."""
         self.recompute_layers = layers if mode == "full" else 0

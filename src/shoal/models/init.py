@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.models.decoder import Decoder
 from shoal.models.shape import ModelShape
 
-_STD = 0.02  # GPT-2
 _BLOCK_ROWS = 128  # rows drawn by one generator: bounds memory, and lets a rank draw only the rows it owns
+
+
+class Network(Protocol):
+    """What initialising asks of a model."""
+
+    def named_weights(self) -> dict[str, nn.Parameter]: ...
+
+    def initial_std(self, name: str) -> float: ...
 
 
 def build_decoder(shape: ModelShape, seed: int, device: torch.device | str) -> Decoder:
@@ -31,22 +39,20 @@ def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 @torch.no_grad()
 def initialise(
-    model: Decoder, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole
+    model: Network, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole
 ) -> None:
-    """Set all weights: matrices N(0, 0.02), residual outputs N(0, 0.02 / sqrt(2 layers)), biases 0, norms 1.
+    """Set all weights: matrices N(0, the model's deviation for each), biases 0, norms 1.
 
     A value depends on seed, parameter name and its place only: not on the device, the other parameters or the
     number of rows, so a padded vocabulary has the same true rows. `own_part` returns what of a parameter is
     to be set here, and the row and column of the whole where that begins.
     """
-    residual_std = _STD / (2 * model.shape.n_layers) ** 0.5
     for name, parameter in model.named_weights().items():
         part, row, column = own_part(parameter)
         if parameter.ndim == 1:
-            part.fill_(0.0 if name.endswith("bias") else 1.0)
+            part.fill_(0.0 if "bias" in name else 1.0)
         else:
-            std = residual_std if name.endswith(("attention.o.weight", "mlp.down.weight")) else _STD
-            _fill_normal(part, row, column, parameter.shape[1], std, f"{seed}/{name}")
+            _fill_normal(part, row, column, parameter.shape[1], model.initial_std(name), f"{seed}/{name}")
 
 
 def _fill_normal(part: Tensor, row: int, column: int, columns: int, std: float, name: str) -> None:

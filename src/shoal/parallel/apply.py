@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from shoal.config.sync_rules import strategy_of
 from shoal.gradsync.after_backward import SumAfterBackward
 from shoal.gradsync.allreduce import AllReduce
 from shoal.gradsync.owners import Owners, make_owners
+from shoal.models.classic import Classic
 from shoal.models.decoder import TIED, Decoder
 from shoal.models.init import initialise
 from shoal.models.shape import ModelShape
@@ -36,9 +37,15 @@ _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Task(Protocol[Micro]):
     """What a layout asks of a task: what a model, or a part of one, does with a micro-batch."""
 
+    @property
+    def shape(self) -> ModelShape | None:
+        """A decoder's; None: a network that is not cut."""
+
+    def parts(self, layers: Sequence[range]) -> Sequence[Decoder | Classic]:
+        """Make the parts of the model with these layers."""
+
     def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss, or what the next part takes; `inputs` is what the part before put out."""
-        ...
 
 
 class CutModel(Generic[T]):
@@ -46,7 +53,7 @@ class CutModel(Generic[T]):
 
     def __init__(
         self,
-        parts: list[Decoder],
+        parts: Sequence[Decoder | Classic],
         mesh: Mesh,
         process: Process,
         run: Callable[[nn.Module, T], Tensor],
@@ -75,6 +82,11 @@ class CutModel(Generic[T]):
     def updated_weights(self) -> dict[str, nn.Parameter]:
         """Return those of this rank's weights that it updates: all, unless others own them."""
         return self.named_weights() if self.owners is None else self.owners.owned
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """The parts, where they are a decoder's."""
+        return [part for part in self.parts if isinstance(part, Decoder)]
 
     @property
     def elsewhere(self) -> set[str]:
@@ -146,13 +158,12 @@ class CutModel(Generic[T]):
 
 
 def apply(
-    shape: ModelShape,
+    task: Task[T],
     mesh: Mesh,
     process: Process,
     config: Config,
     compilation: Compilation,
     axis: Axis | None,
-    task: Task[T],
     phase: Callable[[str], AbstractContextManager[Any]],
 ) -> CutModel[T]:
     """Make the model, or this rank's part of it, in the layout of the mesh. Collective over the world.
@@ -166,19 +177,20 @@ def apply(
     reduce_dtype = _REDUCE_DTYPES[config.precision.reduce_dtype]
     offload = config.parallel.offload and device.type != "cpu"  # a CPU's memory is the host's
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
-    layers = layers_of_parts(config, layout, shape.n_layers)
+    layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
     with torch.device("meta"):
-        parts = [Decoder(shape, layers[number]) for number in numbers]
+        parts = task.parts([layers[number] for number in numbers])
     tensor = TensorParallel(axis, sequence=layout.sequence) if axis else None
     sharding = Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=offload) if layout.zero else None
     for part in parts:
-        if tensor is not None:
-            tensor.cut(part)
-        part.set_recompute(config.train.recompute, config.train.recompute_layers)
-        if compilation.on:
-            compile_blocks(part)
-        if sharding is not None:
-            sharding.shard(part)
+        if isinstance(part, Decoder):
+            if tensor is not None:
+                tensor.cut(part)
+            part.set_recompute(config.train.recompute, config.train.recompute_layers)
+            if compilation.on:
+                compile_blocks(part)
+            if sharding is not None:
+                sharding.shard(part)
         part.to_empty(device="cpu" if offload else device)
         initialise(part, config.train.seed, own_part)
     model = CutModel(parts, mesh, process, task.run, phase)
@@ -203,7 +215,7 @@ def _sums(model: CutModel[T], tensor: TensorParallel | None, dtype: torch.dtype)
         sums.append(SumAfterBackward(partial, mesh.group("tp"), torch.float32))
     if mesh.layout.dp_replicate > 1:
         sums.append(SumAfterBackward(weights.values(), mesh.group("dp_replicate"), dtype))
-    tied = model.parts[0].shape.tie_embeddings and TIED in weights
+    tied = model.decoders[0].shape.tie_embeddings and TIED in weights
     if mesh.ends is not None and tied:
         sums.append(SumAfterBackward([weights[TIED]], mesh.ends, torch.float32))
     return sums
@@ -225,7 +237,7 @@ def _pipeline(
 
     time = train.seq_len // (layout.tp if layout.sequence else 1)
     return Pipeline(
-        model.parts,
+        model.decoders,
         numbers,
         layout.parts,
         run_part=task.run,
@@ -233,7 +245,7 @@ def _pipeline(
         phase=phase,
         schedule=layout.schedule,
         num_microbatches=grad_accum_steps(config, layout.dp),
-        boundary=torch.Size((train.micro_batch_size, time, model.parts[0].shape.d_model)),
+        boundary=torch.Size((train.micro_batch_size, time, model.decoders[0].shape.d_model)),
         group=model.mesh.group("pp"),
         device=device,
     )
@@ -262,18 +274,17 @@ def _replicate(model: CutModel[T], process: Process, reduce_dtype: torch.dtype, 
     model.sync.attach(wrapped)
     # Compiled code would be made for this one token, too.
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-        _settle_buckets(wrapped, model.sync, process.device.torch_device)
+        _settle_buckets(wrapped, model.parts[0], model.sync, process.device.torch_device)
 
 
-def _settle_buckets(wrapped: DistributedDataParallel, sync: AllReduce, device: torch.device) -> None:
+def _settle_buckets(
+    wrapped: DistributedDataParallel, part: Decoder | Classic, sync: AllReduce, device: torch.device
+) -> None:
     """Run one tiny backward, after which DDP orders its buckets for good.
 
     DDP regroups its buckets once, after the first backward. Left to the first real step, that would make the
     order of additions, and so the last bits of the result, depend on the step a process started at.
     """
-    wrapped(
-        torch.zeros(1, 1, dtype=torch.long, device=device),
-        dropout_keys_b=torch.zeros(1, dtype=torch.long, device=device),
-    )[..., :1].sum().backward()
+    wrapped(**part.smallest_call(device))[..., :1].sum().backward()
     sync.wait()
     wrapped.zero_grad(set_to_none=True)

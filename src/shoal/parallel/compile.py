@@ -29,7 +29,7 @@ class Compilation:
     reason: str
 
 
-def decide(config: Config, shape: ModelShape, process: Process) -> Compilation:
+def decide(config: Config, shape: ModelShape | None, process: Process) -> Compilation:
     """Decide whether to compile; ConfigError where it is asked for and cannot be. Collective over the world.
 
     The whole run counts and not what is left of it, so that a resumed run computes as the undisturbed one.
@@ -40,6 +40,8 @@ def decide(config: Config, shape: ModelShape, process: Process) -> Compilation:
             f"data.reset_documents = true has its attention kernel compiled on a GPU, but {missing}",
             hint="install it, or use data.reset_documents = false",
         )
+    if shape is None:
+        return Compilation(False, "only decoders are compiled")
     if setting == "off" or config.parallel.pp > 1:
         return Compilation(False, "train.compile = off" if setting == "off" else "pipelines are not compiled")
     work = _work(config, shape, process)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.config.sections import Config
 from shoal.runtime.process import Process
 from shoal.runtime.stop import Stop
-from shoal.tasks.gpt import HostBatch, MicroBatch
+from shoal.tasks.feed import HostBatch
 from shoal.train.evaluate import evaluate
 from shoal.train.job import Job, build_job
 from shoal.train.request import Request
@@ -92,7 +92,8 @@ def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> Outco
     job.task.close()
     _compare(job, trial, outcome, "weight", lambda name: weights[name].detach())
     if job.validation is not None:
-        outcome.validation = evaluate(job, job.validation)
+        found = evaluate(job, job.validation)
+        outcome.validation = found and found["loss"]
     return outcome
 
 
@@ -145,7 +146,9 @@ def _watched(job: Job, outcome: Outcome) -> Iterator[None]:
     A mean does not change where ranks hold the same, nor where recompute repeats it. Compiled blocks are left
     alone.
     """
-    names = ["embed", *(f"blocks.{layer}" for layer in range(job.shape.n_layers)), "norm"]
+    shape = job.task.shape
+    assert shape is not None, "parity is for decoders"
+    names = ["embed", *(f"blocks.{layer}" for layer in range(shape.n_layers)), "norm"]
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
 
     def watch(place: int, module: nn.Module | None) -> None:
@@ -157,7 +160,7 @@ def _watched(job: Job, outcome: Outcome) -> Iterator[None]:
             handles.append(module.register_forward_hook(add))
 
     handles: list[RemovableHandle] = []
-    for part in job.model.parts:
+    for part in job.model.decoders:
         watch(0, part.embed)
         watch(len(names) - 1, part.norm)
         for layer, block in part.blocks.items():
@@ -172,7 +175,7 @@ def _watched(job: Job, outcome: Outcome) -> Iterator[None]:
 def _reverse_micro_batches(job: Job) -> None:
     forward = job.task.micro_batches
 
-    def backward(batch: HostBatch) -> list[MicroBatch]:
+    def backward(batch: HostBatch) -> list[Any]:
         return forward(batch)[::-1]
 
     job.task.micro_batches = backward  # type: ignore[method-assign]

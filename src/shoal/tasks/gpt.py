@@ -1,19 +1,25 @@
-"""Language modelling: predict each next token of a window."""
+"""Language modelling: a decoder predicts each next token of a window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shoal.data.ahead import Ahead
-from shoal.data.loader import Batch, Loader, Windows, fixed_sample
+from shoal import scoring
+from shoal.config.sections import Config
+from shoal.data.loader import Batch
+from shoal.models.counts import count_parameters, flops_per_token
+from shoal.models.decoder import Decoder
 from shoal.models.documents import document_ids
-from shoal.models.loss import CrossEntropy
+from shoal.models.shape import ModelShape, resolve_shape
+from shoal.tasks.feed import Arrays
+from shoal.tasks.task import Rows, Task, to_device
+from shoal.tasks.tokens import open_tokens, with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -24,71 +30,44 @@ class MicroBatch:
     dropout_keys_b: Tensor | None
 
 
-@dataclass(frozen=True)
-class HostBatch(Batch):
-    """A rank's share as tensors, too, in page-locked memory where the device is a GPU."""
+class Gpt(Task[NDArray[np.int64], MicroBatch]):
+    """A decoder on token datasets; with data.reset_documents, documents do not see each other."""
 
-    tokens_bt: Tensor
-    dropout_keys_b: Tensor
+    shape: ModelShape
 
+    def __init__(self, config: Config) -> None:
+        data = open_tokens(config)
+        self.shape = resolve_shape(config.model, data.vocab_size)
+        config = with_vocabulary(config, self.shape.vocab_size)
+        super().__init__(config, replace(data, config=config))
+        self._reset_after = data.eod_id if config.data.reset_documents else None
 
-class Gpt:
-    """The task seam: a batch for a step, and the summed loss of a model on a part of it."""
+    @property
+    def flops_per_target(self) -> int:
+        return flops_per_token(self.shape, self.config.train.seq_len)
 
-    def __init__(
-        self,
-        loader: Loader,
-        *,
-        seed: int,
-        micro_batch_size: int,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-        cross_entropy: CrossEntropy | None = None,
-        reset_after: int | None = None,
-    ) -> None:
-        """Make the task; documents that end in token `reset_after` do not see each other."""
-        self.loader = loader
-        self._autocast = autocast
-        self._cross_entropy = cross_entropy or CrossEntropy()
-        self._reset_after = reset_after
-        self._seed = seed
-        self._micro = micro_batch_size
-        self._device = device
-        # A new thread sits on GPU 0, where its first CUDA call would make a context of its own.
-        seat = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-        self._ahead = Ahead(self._read, seat)
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.shape).total
 
-    def batch(self, step: int) -> HostBatch:
-        """Return this rank's share of a step, read during the step before it; say where an epoch begins."""
-        self.loader.announce_epoch(step)
-        return self._ahead.get(step)
+    def parts(self, layers: Sequence[range]) -> list[Decoder]:
+        """Make a decoder, or parts of one."""
+        return [Decoder(self.shape, some) for some in layers]
 
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._ahead.close()
+    def arrays(self, batch: Batch[NDArray[np.int64]]) -> Arrays:
+        """Return tokens and dropout keys."""
+        return batch.data, dropout_keys(self.config.train.seed, batch.samples)
 
-    def _read(self, step: int) -> HostBatch:
-        """Read a rank's share into host memory. Runs in the background."""
-        batch = self.loader.batch(step)
-        parts = (torch.from_numpy(a) for a in (batch.tokens, dropout_keys(self._seed, batch.samples)))
-        tokens, keys = (part.pin_memory() if self._device.type == "cuda" else part for part in parts)
-        return HostBatch(batch.step, batch.tokens, batch.samples, batch.global_tokens, tokens, keys)
+    def micro(self, *tensors: Tensor) -> MicroBatch:
+        """Make a micro-batch of training."""
+        return MicroBatch(*tensors)
 
-    def micro_batches(self, batch: HostBatch) -> list[MicroBatch]:
-        """Cut a rank's share into the parts of one forward pass each, on the device; waits for no copy."""
-        tokens = batch.tokens_bt.to(self._device, non_blocking=True)
-        keys = batch.dropout_keys_b.to(self._device, non_blocking=True)
-        return [
-            MicroBatch(*parts)
-            for parts in zip(tokens.split(self._micro), keys.split(self._micro), strict=True)
-        ]
+    def eval_micro(self, data: NDArray[np.int64]) -> MicroBatch:
+        """Make a micro-batch without dropout."""
+        return MicroBatch(*to_device((data,), self.device), None)
 
     def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
-        """Return the loss summed over the targets of a micro-batch, in nats.
-
-        A part of a model takes as `inputs` what the part before it returned, and returns what the next one
-        takes; only the last returns the loss.
-        """
+        """Return the summed loss, or what the next part of the model takes."""
         tokens_bt, targets_bt = micro.tokens_bt[:, :-1], micro.tokens_bt[:, 1:]
         ends = self._reset_after
         with self._autocast():
@@ -99,27 +78,28 @@ class Gpt:
             )
             return self._cross_entropy(y, targets_bt) if getattr(model, "is_last", True) else y
 
+    def found(self, means: Sequence[float]) -> dict[str, float]:
+        """Name loss and perplexity."""
+        return {"loss": means[0], "perplexity": scoring.perplexity(means[0])}
 
-@dataclass(frozen=True)
-class EvalSet:
-    """A fixed sample of a split's windows, dealt to the ranks in turn."""
+    def facts(self) -> dict[str, Any]:
+        """Return the true and the padded vocabulary."""
+        return {"vocab_size": self.shape.vocab_size, "padded_vocab_size": self.shape.padded_vocab_size}
 
-    windows: Windows
-    sequences: int
-    batch_size: int
-
-    def batches(self, rank: int, world_size: int, device: torch.device) -> Iterator[tuple[Tensor, bool]]:
-        """Yield (tokens_bt [<= batch_size, seq_len + 1], whether they count), equally often on every rank.
-
-        A rank that has run out yields another's window, so that collectives line up.
-        """
-        index = fixed_sample(self.windows, self.sequences)
-        mine = index[rank::world_size]
-        rounds = -(-len(index[::world_size]) // self.batch_size)
-        for number in range(rounds):
-            part = mine[number * self.batch_size : (number + 1) * self.batch_size]
-            own = part if len(part) else index[:1]
-            yield torch.from_numpy(self.windows.read(own)).to(device), bool(len(part))
+    def model_rows(self) -> Rows:
+        """Say what the decoder is."""
+        shape = self.shape
+        return [
+            (
+                "model",
+                f"{shape.style}: {shape.n_layers} layers x {shape.d_model} wide x {shape.n_heads} heads",
+            ),
+            (
+                "vocabulary",
+                f"{shape.vocab_size:,}, padded to {shape.padded_vocab_size:,}; "
+                f"end of document {self.data.facts()['eod_id']}",
+            ),
+        ]
 
 
 def dropout_keys(seed: int, samples: np.ndarray) -> np.ndarray:

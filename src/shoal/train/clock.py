@@ -87,9 +87,10 @@ class Phase:
 class Rates:
     """Means over the steps since the last log line."""
 
-    tokens_per_step: int
+    unit: str  # what targets are called: tokens, examples
+    per_step: int  # targets
     world_size: int
-    flops_per_token: int
+    flops_per_target: int
     matmul_flops: float  # measured on this rank's device, in FLOP/s
     peak_flops: float | None  # specified, of one device; None where unknown
     steps: int = 0
@@ -106,13 +107,13 @@ class Rates:
     def take(self) -> dict[str, float | None]:
         """Return rates since the last call, per step and second, and start anew."""
         step_s = self.seconds / max(1, self.steps)
-        tokens_per_s = self.tokens_per_step / step_s if step_s else 0.0
-        per_device = tokens_per_s / self.world_size
-        flops = per_device * self.flops_per_token
+        per_s = self.per_step / step_s if step_s else 0.0
+        per_device = per_s / self.world_size
+        flops = per_device * self.flops_per_target
         rates = {
             "step_ms": step_s * 1e3,
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": per_device,
+            f"{self.unit}_per_s": per_s,
+            f"{self.unit}_per_s_per_device": per_device,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "mfu_measured": flops / self.matmul_flops if self.matmul_flops else None,
             **{f"{name}_ms": value / max(1, self.steps) * 1e3 for name, value in self.phases.items()},

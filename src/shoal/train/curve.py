@@ -10,22 +10,22 @@ from shoal.runtime.files import disk_error
 from shoal.runtime.log import log
 
 
-def draw_curve(lines: list[dict[str, Any]], path: Path) -> Path | None:
-    """Draw training and validation loss over tokens into a PNG; None, and a sentence, without matplotlib."""
+def draw_curve(lines: list[dict[str, Any]], path: Path, unit: str) -> Path | None:
+    """Draw training and validation loss over `unit` into a PNG; None, and a sentence, without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no loss curve: matplotlib is not installed (pip install 'shoal[report]')")
         return None
     from matplotlib.figure import Figure
 
-    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    tokens_of = {line["step"]: line["tokens"] for line in lines if "loss" in line}
+    train = [(line[unit], line["loss"]) for line in lines if "loss" in line]
+    place_of = {line["step"]: line[unit] for line in lines if "loss" in line}
     validation = [
-        (tokens_of[line["step"]], line["validation_loss"])
+        (place_of[line["step"]], line["validation_loss"])
         for line in lines
-        if "validation_loss" in line and line["step"] in tokens_of
+        if "validation_loss" in line and line["step"] in place_of
     ]
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", title=path.parent.name)
+    axes = figure.add_subplot(xlabel=unit, ylabel=f"loss (nats per {unit[:-1]})", title=path.parent.name)
     axes.plot(*zip(*train, strict=True), linewidth=1, label="training")
     if validation:
         axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")

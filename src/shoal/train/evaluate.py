@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from shoal.tasks.gpt import EvalSet, MicroBatch
+from shoal.tasks.feed import EvalSet
 from shoal.train.job import Job
 
 
 @torch.no_grad()
-def evaluate(job: Job, subset: EvalSet) -> float | None:
-    """Return the mean loss in nats per token over a fixed sample of windows; None where a stop was asked for.
+def evaluate(job: Job, subset: EvalSet[Any]) -> dict[str, float] | None:
+    """Return the mean loss in nats over a fixed sample and what the task finds beside it; None if stopped.
 
-    The sum over all ranks is divided once by the count over all ranks. Collective over the world.
+    Sums over all ranks are divided once by the count over all ranks. Collective over the world.
     """
     process, mesh = job.process, job.model.mesh
-    total, count, stopped = 0.0, 0, False
+    totals, count, stopped = [0.0] * job.task.num_sums, 0, False
     job.model.train(on=False)
-    batches = subset.batches(mesh.dp_rank, mesh.layout.dp, process.device.torch_device)
-    for tokens_bt, valid in batches:
+    for micro, samples, targets, valid in job.task.eval_batches(subset, mesh.dp_rank, mesh.layout.dp):
         if stopped := job.stop.requested():
             break
-        for loss in job.model.evaluate([MicroBatch(tokens_bt, None)], [len(tokens_bt)]):
+        for sums in job.model.evaluate([micro], [samples]):
             if valid and mesh.speaks_for_its_tokens:
-                total += loss.item()
-                count += tokens_bt[:, 1:].numel()
+                totals = [a + b for a, b in zip(totals, sums.flatten().tolist(), strict=True)]
+                count += targets
     job.model.train(on=True)
     if stopped:
         return None
-    global_total, global_count = process.sum(total, count)
-    return global_total / global_count
+    *global_totals, global_count = process.sum(*totals, count)
+    return job.task.found([total / global_count for total in global_totals])
 
 
 def validate(job: Job, step: int) -> None:
     """Evaluate on the validation split and record it; a stop leaves a note to do it on resume."""
     if job.validation is None:
         return
-    loss = evaluate(job, job.validation)
-    job.evaluation_pending = loss is None
-    if loss is not None:
-        job.metrics.record_evaluation(step, "validation", loss)
+    found = evaluate(job, job.validation)
+    job.evaluation_pending = found is None
+    if found is not None:
+        job.metrics.record_evaluation(step, "validation", found)
 
 
 def validation_is_due(job: Job, step: int) -> bool:

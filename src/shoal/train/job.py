@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config.layout import resolve_layout
 from shoal.config.sections import Config
-from shoal.data.dataset import Dataset, TokenSplit
-from shoal.data.loader import Loader, Windows
 from shoal.gradsync.after_step import InStep
 from shoal.models.loss import CrossEntropy
-from shoal.models.shape import ModelShape, resolve_shape
 from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
 from shoal.parallel.tensor import Axis, VocabularyPart
 from shoal.runtime.compiler import keep_compiled_in
 from shoal.runtime.log import log
-from shoal.runtime.mesh import Mesh, make_mesh
+from shoal.runtime.mesh import make_mesh
 from shoal.runtime.process import Process
 from shoal.runtime.stop import Stop
-from shoal.tasks.gpt import EvalSet, Gpt, MicroBatch
+from shoal.tasks.feed import EvalSet
+from shoal.tasks.task import Task
 from shoal.train.clock import StepClock
 from shoal.train.guard import LossGuard
 from shoal.train.metrics import Metrics
@@ -38,16 +37,14 @@ class Job:
     request: Request
     config: Config  # resolved: the vocabulary is the dataset's
     process: Process
-    datasets: list[Dataset]
-    shape: ModelShape
-    task: Gpt
-    model: CutModel[MicroBatch]
+    task: Task[Any, Any]
+    model: CutModel[Any]
     sync: InStep
     compilation: Compilation
     optimiser: Optimiser
     precision: Precision
-    validation: EvalSet | None
-    test: EvalSet | None
+    validation: EvalSet[Any] | None
+    test: EvalSet[Any] | None
     guard: LossGuard
     clock: StepClock
     metrics: Metrics
@@ -66,9 +63,8 @@ class Job:
 
 def build_job(request: Request, process: Process, stop: Stop) -> Job:
     """Open the data and build model, optimiser and all collaborators. Collective over the world."""
-    datasets = request.check(process.world_size)
-    shape = resolve_shape(request.config.model, datasets[0].vocab_size)
-    config = _with_vocabulary(request.config, shape.vocab_size)
+    task = request.check(process.world_size)
+    config, shape = task.config, task.shape
     layout = resolve_layout(config.parallel, process.world_size)
     mesh = make_mesh(process, layout, config.runtime.timeout_s)
     device = process.device.torch_device
@@ -78,34 +74,25 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         keep_compiled_in(request.run_dir / "compiled")
     clock = StepClock(process.device)
     axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
-    columns = VocabularyPart(axis, shape.padded_vocab_size) if axis else None
-    task = Gpt(
-        _make_loader(config, datasets, mesh),
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        device=device,
-        autocast=precision.autocast,
-        cross_entropy=CrossEntropy(columns, compiled=compilation.on),
-        reset_after=datasets[0].eod_id if config.data.reset_documents else None,
-    )
-    model = apply(shape, mesh, process, config, compilation, axis, task, clock.phase)
+    columns = VocabularyPart(axis, shape.padded_vocab_size) if axis and shape else None
+    cross_entropy = CrossEntropy(columns, compiled=compilation.on)
+    task.begin(mesh.dp_rank, layout.dp, device, precision.autocast, cross_entropy)
+    model = apply(task, mesh, process, config, compilation, axis, clock.phase)
     return Job(
         request=request,
         config=config,
         process=process,
-        datasets=datasets,
-        shape=shape,
         task=task,
         model=model,
         sync=model.owners or InStep(),
         optimiser=build_optimiser(model.updated_weights(), config.optimizer),
         compilation=compilation,
         precision=precision,
-        validation=_eval_set(config, datasets, "validation"),
-        test=_eval_set(config, datasets, "test"),
+        validation=_eval_set(task, "validation"),
+        test=_eval_set(task, "test"),
         guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
         clock=clock,
-        metrics=Metrics(request.run_dir, config, shape, process, precision, clock),
+        metrics=Metrics(request.run_dir, task, process, precision, clock),
         profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, clock),
         checkpoints=CheckpointStore(
             request.run_dir / "checkpoints",
@@ -118,31 +105,9 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     )
 
 
-def _with_vocabulary(config: Config, vocab_size: int) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
-
-
-def _make_loader(config: Config, datasets: list[Dataset], mesh: Mesh) -> Loader:
-    return Loader(
-        Windows(_splits(datasets, "train"), config.train.seq_len),
-        weights=config.data.weights,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.train.seed,
-        rank=mesh.dp_rank,
-        world_size=mesh.layout.dp,
-    )
-
-
-def _eval_set(config: Config, datasets: list[Dataset], name: str) -> EvalSet | None:
-    """Choose the windows of an evaluation; None, and a log line, where the split has too few tokens."""
-    windows = Windows(_splits(datasets, name), config.eval.seq_len or config.train.seq_len)
-    if not windows.total:
-        held = sum(split.num_tokens for split in windows.splits)
-        log.info(f"no {name}: the split holds {held} tokens, fewer than one window of {windows.seq_len + 1}")
-        return None
-    sequences = min(config.eval.sequences, windows.total)
-    return EvalSet(windows, sequences, config.eval.batch_size or config.train.micro_batch_size)
-
-
-def _splits(datasets: list[Dataset], name: str) -> list[TokenSplit]:
-    return [split for dataset in datasets if (split := dataset.split(name)) is not None]
+def _eval_set(task: Task[Any, Any], name: str) -> EvalSet[Any] | None:
+    """Choose the samples of an evaluation; None, and a log line, where the split has none."""
+    found = task.eval_set(name)
+    if found is None:
+        log.info(f"no {name}: {task.data.without(name)}")
+    return found

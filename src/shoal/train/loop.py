@@ -55,10 +55,10 @@ def _finish(job: Job, step: int) -> bool:
     job.checkpoints.wait()
     done = step == job.config.train.steps
     if done and job.test is not None:
-        loss = evaluate(job, job.test)
-        done = loss is not None
-        if loss is not None:
-            job.metrics.record_evaluation(step, "test", loss)
+        found = evaluate(job, job.test)
+        done = found is not None
+        if found is not None:
+            job.metrics.record_evaluation(step, "test", found)
     if not done:
         log.info(
             f"stopped after step {step} by {job.stop.reason}; all is saved: run the same command to continue"

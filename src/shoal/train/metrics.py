@@ -7,21 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal import scoring
 from shoal.config.sections import Config
-from shoal.models.counts import flops_per_token
-from shoal.models.shape import ModelShape
 from shoal.runtime.files import append_json, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process
 from shoal.runtime.speed import measured_flops, peak_flops
+from shoal.tasks.task import Task
 from shoal.train.clock import PHASES, Rates, StepClock
 from shoal.train.curve import draw_curve
 from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
+_FORMATS = {"perplexity": ".2f"}  # on the console
 _SHORT = ("data", "fwd", "bwd", "tp", "bubble", "comm", "opt")  # PHASES on the console
 
 
@@ -31,21 +30,21 @@ class Metrics:
     def __init__(
         self,
         run_dir: Path,
-        config: Config,
-        shape: ModelShape,
+        task: Task[Any, Any],
         process: Process,
         precision: Precision,
         clock: StepClock,
     ) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._config = config
+        self._config = config = task.config
         self._process = process
         self._clock = clock
         self._sinks = Sinks(config.train.sinks if process.rank == 0 else (), config, run_dir)
         self.rates = Rates(
-            tokens_per_step=config.train.global_batch_size * config.train.seq_len,
+            unit=task.data.unit,
+            per_step=task.targets_per_step,
             world_size=process.world_size,
-            flops_per_token=flops_per_token(shape, config.train.seq_len),
+            flops_per_target=task.flops_per_target,
             matmul_flops=measured_flops(process.device, precision.dtype),
             peak_flops=peak_flops(process.device, precision.dtype),
         )
@@ -72,7 +71,7 @@ class Metrics:
         self.last_loss = loss if math.isfinite(loss) else None
         line: dict[str, Any] = {
             "step": step,
-            "tokens": step * self.rates.tokens_per_step,
+            self.rates.unit: step * self.rates.per_step,
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": learning_rate(self._config, step, skipped - (not applied)),
@@ -107,11 +106,11 @@ class Metrics:
                 found |= {f"{kind}_{name}": chosen, f"{kind}_{name}_rank": values.index(chosen)}
         return found
 
-    def record_evaluation(self, step: int, name: str, loss: float) -> None:
-        """Record the mean loss of a split."""
-        perplexity = scoring.perplexity(loss)
-        log.info(f"step {step}: {name} loss {loss:.4f}, perplexity {perplexity:.2f}")
-        self._write({"step": step, f"{name}_loss": loss, f"{name}_perplexity": perplexity})
+    def record_evaluation(self, step: int, name: str, found: dict[str, float]) -> None:
+        """Record what a split was found to have: its mean loss, and what goes with it."""
+        shown = ", ".join(f"{key} {value:{_FORMATS.get(key, '.4f')}}" for key, value in found.items())
+        log.info(f"step {step}: {name} {shown}")
+        self._write({"step": step, **{f"{name}_{key}": value for key, value in found.items()}})
 
     def record_save(self, step: int, held_s: float) -> None:
         """Record for how long a save held training up."""
@@ -121,11 +120,11 @@ class Metrics:
         """Close the sinks, draw the curve of a run that is complete, and say where things are."""
         self._sinks.close()
         if complete and self._process.rank == 0:
-            curve = draw_curve(read_metrics(self._path), self._path.with_name("loss.png"))
+            curve = draw_curve(read_metrics(self._path), self._path.with_name("loss.png"), self.rates.unit)
             log.info(f"done: {self._path.parent}" + (f"; curve: {curve}" if curve else ""))
 
     def _console_line(self, line: dict[str, Any]) -> str:
-        steps = self._config.train.steps
+        steps, unit = self._config.train.steps, self.rates.unit
         left_s = (steps - line["step"]) * line["step_ms"] / 1e3
         mfu, basis = (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul")
         memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
@@ -146,7 +145,7 @@ class Metrics:
         return (
             f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | "
             f"lr {line['lr']:.2e} | loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | "
-            f"{line['tokens_per_s']:,.0f} tokens/s | MFU {mfu:.0%} of {basis} | memory {memory} GB | "
+            f"{line[f'{unit}_per_s']:,.0f} {unit}/s | MFU {mfu:.0%} of {basis} | memory {memory} GB | "
             f"{_duration(left_s)} left | {split}{fp16}{left_out}"
         )
 

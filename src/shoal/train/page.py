@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.config import rules
 from shoal.config.load import differences
 from shoal.config.sections import Config
-from shoal.models.counts import count_parameters
+from shoal.models.shape import ModelShape
 from shoal.parallel.tensor import local
 from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
@@ -39,7 +39,7 @@ def _machine(job: Job) -> list[tuple[str, str]]:
         (
             "layout",
             f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
-            f"{job.config.train.micro_batch_size} sequence(s) each",
+            f"{job.config.train.micro_batch_size} sample(s) each",
         ),
         ("device", f"{process.device.name}, {job.precision.name}"),
         ("threads", f"{process.threads} per worker ({process.threads_reason})"),
@@ -47,37 +47,14 @@ def _machine(job: Job) -> list[tuple[str, str]]:
 
 
 def _model(job: Job) -> list[tuple[str, str]]:
-    shape, counts = job.shape, count_parameters(job.shape)
     own = sum(local(weight).numel() for weight in job.model.named_weights().values())
-    return [
-        ("model", f"{shape.style}: {shape.n_layers} layers x {shape.d_model} wide x {shape.n_heads} heads"),
-        ("parameters", f"{counts.total:,} in all, {own:,} on rank 0"),
-        (
-            "vocabulary",
-            f"{shape.vocab_size:,}, padded to {shape.padded_vocab_size:,}; "
-            f"end of document {job.datasets[0].eod_id}",
-        ),
-    ]
+    model, *more = job.task.model_rows()
+    return [model, ("parameters", f"{job.task.num_parameters:,} in all, {own:,} on rank 0"), *more]
 
 
 def _batch(job: Job) -> list[tuple[str, str]]:
-    loader, train = job.task.loader, job.config.train
-    tokens = train.global_batch_size * train.seq_len
-    return [
-        ("data", ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.datasets)),
-        (
-            "epoch",
-            f"{loader.windows.total:,} windows of {train.seq_len} tokens = "
-            f"{loader.steps_per_epoch:,.1f} steps; "
-            f"{loader.windows.tail_tokens:,} tokens at the ends fill no window",
-        ),
-        ("step", f"{train.global_batch_size} sequences = {tokens:,} tokens"),
-        (
-            "in all",
-            f"{train.steps:,} steps = {train.steps * tokens:,} tokens = "
-            f"{train.steps / loader.steps_per_epoch:.2f} epochs",
-        ),
-    ]
+    datasets = ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.task.data.datasets)
+    return [("data", datasets), *job.task.data.rows(job.task.loader)]
 
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
@@ -90,15 +67,15 @@ def _schedule(job: Job) -> list[tuple[str, str]]:
         ),
         ("optimiser", config.optimizer.name),
         ("compile", f"{'yes' if job.compilation.on else 'no'} ({job.compilation.reason})"),
-        ("recompute", _recompute(job)),
+        *(_recompute(job.config, job.task.shape) if job.task.shape else ()),
     ]
 
 
-def _recompute(job: Job) -> str:
-    train, layers = job.config.train, job.shape.n_layers
+def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:
+    train, layers = config.train, shape.n_layers
     if train.recompute != "full":
-        return train.recompute
+        return [("recompute", train.recompute)]
     chunk = min(train.recompute_layers, layers)
     whole, rest = divmod(layers, chunk)
     last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
-    return f"full, {whole} chunk(s) of {chunk} layer(s){last}"
+    return [("recompute", f"full, {whole} chunk(s) of {chunk} layer(s){last}")]

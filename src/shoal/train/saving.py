@@ -83,9 +83,8 @@ def save(job: Job, step: int) -> None:
     if job.saved_step == step:
         return
     files = {"config.toml": to_toml(job.config).encode()}
-    tokenizer = job.datasets[0].tokenizer_path
-    if tokenizer is not None and job.process.rank == 0:
-        files[tokenizer.name] = tokenizer.read_bytes()
+    if job.process.rank == 0:
+        files |= job.task.data.files()
     job.metrics.record_save(
         step, job.checkpoints.save(step, _tensors(job, saving=True), _state(job, step), files)
     )
@@ -115,15 +114,13 @@ def _weights(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _state(job: Job, step: int) -> dict[str, Any]:
-    train = job.config.train
     return {
         "step": step,
-        "tokens": step * train.global_batch_size * train.seq_len,
+        job.task.data.unit: step * job.task.targets_per_step,
         "loss": job.metrics.last_loss,
         "datasets": _fingerprints(job),
-        "vocab_size": job.shape.vocab_size,
-        "padded_vocab_size": job.shape.padded_vocab_size,
-        "eod_id": job.datasets[0].eod_id,
+        **job.task.facts(),
+        **job.task.data.facts(),
         "world_size": job.process.world_size,
         "layout": str(job.model.mesh.layout),
         "guard": job.guard.state(),
@@ -137,19 +134,13 @@ def _state(job: Job, step: int) -> dict[str, Any]:
 
 def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
     """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
-    theirs, ours = (state["vocab_size"], state["eod_id"]), (job.shape.vocab_size, job.datasets[0].eod_id)
-    if theirs != ours:
-        raise DataError(
-            f"{checkpoint} was trained with {theirs[0]} token ids, end of document {theirs[1]}; "
-            f"the data has {ours[0]}, end of document {ours[1]}",
-            hint=f"prepare the data with --tokenizer {checkpoint / 'tokenizer.json'}",
-        )
+    job.task.data.refuse_other(state, checkpoint)
     tensors = _tensors(job) if job.request.init_optimizer else _weights(job.model.named_weights())
     job.checkpoints.load(checkpoint, tensors)
     parent = {
         "checkpoint": str(checkpoint.resolve()),
         "step": state["step"],
-        "tokens": state["tokens"],
+        job.task.data.unit: state[job.task.data.unit],
         "datasets": state["datasets"],
         "optimizer": job.request.init_optimizer,
     }
@@ -162,7 +153,9 @@ def _stored_config(checkpoint: Path) -> str:
 
 
 def _fingerprints(job: Job) -> list[dict[str, str]]:
-    return [{"path": str(dataset.path), "fingerprint": dataset.fingerprint} for dataset in job.datasets]
+    return [
+        {"path": str(dataset.path), "fingerprint": dataset.fingerprint} for dataset in job.task.data.datasets
+    ]
 
 
 def _refuse_other_data(job: Job, state: dict[str, Any], checkpoint: Path) -> None:

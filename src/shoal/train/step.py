@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 
 from shoal.errors import ShoalError
-from shoal.tasks.gpt import HostBatch
+from shoal.tasks.feed import HostBatch
 from shoal.train.job import Job
 from shoal.train.optimiser import clip_gradients
 from shoal.train.schedule import learning_rate
 
 
 def forward_backward(job: Job, batch: HostBatch) -> float:
-    """Leave the gradient of the mean loss over the step's tokens in the parameters; return that loss.
+    """Leave the gradient of the mean loss over the step's targets in the parameters; return that loss.
 
-    Losses are summed and divided once, by the global number of tokens, so no layout changes the result.
+    Losses are summed and divided once, by the global number of targets, so no layout changes the result.
     Collective over the world.
     """
     job.model.forget_gradients()
     with job.clock.phase("data"):
         micro_batches = job.task.micro_batches(batch)
-    total = job.model.forward_backward(micro_batches, job.precision.scaler.scale / batch.global_tokens)
+    total = job.model.forward_backward(micro_batches, job.precision.scaler.scale / batch.global_targets)
     with job.clock.phase("communication"):
         job.model.finish_gradients()
         known = total.item() if job.model.mesh.speaks_for_its_tokens else 0.0
-        return job.process.sum(known)[0] / batch.global_tokens
+        return job.process.sum(known)[0] / batch.global_targets
 
 
 def clip(job: Job) -> float:

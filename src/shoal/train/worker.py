@@ -21,6 +21,7 @@ from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.runtime.watch import limit_s, watch_from_within
+from shoal.tasks.choose import open_task
 from shoal.train.job import build_job
 from shoal.train.loop import train
 from shoal.train.page import print_page
@@ -73,7 +74,10 @@ def _compare_hosts(request: Request, process: processes.Process) -> None:
     """Refuse to train where hosts differ in versions, settings or data. Collective over the world."""
     facts = {name: importlib.metadata.version(name) for name in ("shoal", "torch")}
     facts["python"] = platform.python_version()
-    facts |= {f"dataset {number}": data.fingerprint for number, data in enumerate(request.open_datasets())}
+    facts |= {
+        f"dataset {number}": data.fingerprint
+        for number, data in enumerate(open_task(request.config).data.datasets)
+    }
     for section, settings in request.config:
         if section != "runtime":
             facts |= {f"{section}.{name}": str(value) for name, value in settings if name != "datasets"}

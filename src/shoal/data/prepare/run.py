@@ -19,6 +19,7 @@ from rich.console import Console
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
 from shoal.data.prepare.engine import require_engine, run_ranges, usable_cores
+from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
 from shoal.data.prepare.parse import refuse_wrong_key
@@ -78,10 +79,11 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
 def prepare_command(options: PrepareOptions, json_path: Path | None) -> None:
     """Run `shoal prepare`: the table goes to the screen, the figures to `json_path` where one is given."""
     started = time.monotonic()
-    dataset = prepare(options, Console())
+    (prepare_examples if holds_examples(options) else prepare)(options, Console())
     if json_path is not None:
         seconds = time.monotonic() - started
-        write_json(json_path, {"path": str(options.output), "seconds": seconds, "manifest": dataset.manifest})
+        manifest = read_json(options.output / MANIFEST, "dataset manifest")
+        write_json(json_path, {"path": str(options.output), "seconds": seconds, "manifest": manifest})
 
 
 def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dataset:

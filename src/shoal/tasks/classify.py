@@ -1,0 +1,148 @@
+"""Classification by a network of fixed form: of labelled examples, or of each next token of a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shoal import scoring
+from shoal.config.sections import Config
+from shoal.data.examples import Pair
+from shoal.data.loader import Batch
+from shoal.errors import ConfigError
+from shoal.models.classic import Classic, FullyConnected, Lstm
+from shoal.tasks.examples import ExampleData, open_example_sets
+from shoal.tasks.feed import Arrays
+from shoal.tasks.task import Data, Rows, Task, to_device
+from shoal.tasks.tokens import open_tokens, with_vocabulary
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes: inputs [samples, ...], and a class for each target."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Classify(Task[T, MicroBatch]):
+    """A classic network that gives each target its class; evaluation also tells how many were right."""
+
+    num_sums = 2
+
+    def __init__(self, config: Config, data: Data[T], make: Callable[[], Classic]) -> None:
+        super().__init__(config, data)
+        self._make = make
+
+    @cached_property
+    def _blueprint(self) -> Classic:
+        with torch.device("meta"):
+            return self._make()
+
+    @property
+    def flops_per_target(self) -> int:
+        return self._blueprint.flops_per_target
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self._blueprint.parameters())
+
+    def parts(self, layers: Sequence[range]) -> list[Classic]:
+        """Make the network."""
+        return [self._make()]
+
+    def micro(self, *tensors: Tensor) -> MicroBatch:
+        """Make a micro-batch."""
+        return MicroBatch(*tensors)
+
+    def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
+        """Return the summed loss; in evaluation [2], with the number of right answers."""
+        with self._autocast():
+            logits = model(inputs=micro.inputs)
+            if model.training:
+                return self._cross_entropy(logits, micro.targets)
+            right = (logits.argmax(dim=-1) == micro.targets).sum()
+            return torch.stack((self._cross_entropy(logits, micro.targets), right.float()))
+
+    def found(self, means: Sequence[float]) -> dict[str, float]:
+        """Name loss and accuracy."""
+        return {"loss": means[0], "accuracy": means[1]}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the network's name."""
+        return {"network": self.config.model.network}
+
+    def model_rows(self) -> Rows:
+        """Say which network it is."""
+        return [("model", self.config.model.network)]
+
+
+class ClassifyExamples(Classify[Pair]):
+    """FCN-R on labelled examples, standardised by mean and deviation of the training inputs."""
+
+    data: ExampleData
+
+    def __init__(self, config: Config) -> None:
+        data = open_example_sets(config)
+        first = data.datasets[0]
+        features = math.prod(first.shape)
+        super().__init__(config, data, lambda: FullyConnected(features, first.num_classes))
+
+    def arrays(self, batch: Batch[Pair]) -> Arrays:
+        """Return inputs as they are kept, and labels."""
+        return batch.data
+
+    def micro(self, *tensors: Tensor) -> MicroBatch:
+        """Make a micro-batch of standardised inputs."""
+        inputs, labels = tensors
+        first = self.data.datasets[0]
+        return MicroBatch((inputs.float() - first.mean) / first.std, labels)
+
+    def eval_micro(self, data: Pair) -> MicroBatch:
+        """Make a micro-batch of an evaluation."""
+        return self.micro(*to_device(data, self.device))
+
+
+class ClassifyTokens(Classify[NDArray[np.int64]]):
+    """LSTM on token datasets: the class of each step is the next token."""
+
+    def __init__(self, config: Config) -> None:
+        data = open_tokens(config)
+        if config.model.vocab_size not in (0, data.vocab_size):
+            raise ConfigError(
+                f"model.vocab_size = {config.model.vocab_size} is not the data's {data.vocab_size}",
+                hint="leave it at 0 to take the data's",
+            )
+        config = with_vocabulary(config, data.vocab_size)
+        data = replace(data, config=config)
+        super().__init__(config, data, lambda: Lstm(data.vocab_size))
+
+    def arrays(self, batch: Batch[NDArray[np.int64]]) -> Arrays:
+        """Return the tokens."""
+        return (batch.data,)
+
+    def micro(self, *tensors: Tensor) -> MicroBatch:
+        """Make a micro-batch of windows."""
+        return MicroBatch(tensors[0][:, :-1], tensors[0][:, 1:])
+
+    def eval_micro(self, data: NDArray[np.int64]) -> MicroBatch:
+        """Make a micro-batch of an evaluation."""
+        return self.micro(*to_device((data,), self.device))
+
+    def found(self, means: Sequence[float]) -> dict[str, float]:
+        """Name loss, perplexity and accuracy."""
+        return {"loss": means[0], "perplexity": scoring.perplexity(means[0]), "accuracy": means[1]}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the network's name and the vocabulary."""
+        return {**super().facts(), "vocab_size": self.config.model.vocab_size}
