@@ -32,7 +32,7 @@ def train(
     stop_after: int | None = None,
     settings: Annotated[Config | None, Parameter(name="*")] = None,
 ) -> int:
-    """Train a GPT from a configuration; run the same command again to resume.
+    """Train a GPT, or a classic network, from a configuration; run the same command again to resume.
 
     The same command serves one process and many: start it alone, with --nproc, on several hosts with --nnodes
     and --rdzv, under torchrun or in a Slurm job.
@@ -40,10 +40,13 @@ def train(
 
     Example: shoal train tiny --data datasets/my-text --run-dir runs/first --nproc 2 --train.steps 500
 
+    Example: shoal train fcn-r --data datasets/mnist --nproc 4
+
     Parameters
     ----------
     config
-        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
+        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...; fcn-r
+        classifies labelled examples, lstm predicts text.
     data
         Dataset folders made by `shoal prepare`; several are mixed, by data.weights or by their size.
     run_dir

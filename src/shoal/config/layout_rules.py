@@ -81,7 +81,7 @@ def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
             )
     if config.optimizer.name == "muon":
         yield (
-            f"optimizer.name = muon with model.network = {network}: it is for the matrices of a decoder's blocks",
+            f"optimizer.name = muon with model.network = {network}: it updates a decoder's blocks",
             "use optimizer.name = adamw or sgd",
         )
     if config.train.compile == "on":

@@ -1,9 +1,10 @@
 """Which samples a step trains on: a pure function of (datasets, seed, step). Ranks own ranges, never files.
 
-Samples are labelled examples, or windows of tokens: each dataset's token stream is cut into windows of seq_len + 1 tokens, a window's last token being the next
-one's first. Without weights, all samples of all datasets form one epoch, each trained on exactly once in an
-order drawn anew for each epoch. With weights, every block of `_MIX_BLOCK` samples holds each dataset's exact
-share, and each dataset runs through its own epochs. A batch may straddle two epochs.
+Samples are labelled examples, or windows of tokens: each dataset's token stream is cut into windows of
+seq_len + 1 tokens, a window's last token being the next one's first. Without weights, all samples of all
+datasets form one epoch, each trained on exactly once in an order drawn anew for each epoch. With weights,
+every block of `_MIX_BLOCK` samples holds each dataset's exact share, and each dataset runs through its own
+epochs. A batch may straddle two epochs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from shoal.checkpoint.tensors import load_weights
 from shoal.config.layout_rules import check_tensor_cut
 from shoal.config.load import config_from_toml
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, InputError
 from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.decoder import Decoder
@@ -55,6 +55,11 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
     checkpoint = resolve_checkpoint(path)
     state = read_state(checkpoint)
     config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
+    if config.model.network != "decoder":
+        raise InputError(
+            f"{checkpoint} holds the network {config.model.network}: only decoders write text",
+            hint="give a run of a GPT, such as `shoal train tiny` makes",
+        )
     tokenizer = load_tokenizer(checkpoint)
     try:
         vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])

@@ -7,15 +7,16 @@ FCN-R and LSTM are those of S. Shi and others, "Benchmarking State-of-the-Art De
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
 
 _EMBEDDED, _HIDDEN, _LAYERS = 256, 256, 2  # of the LSTM
-_WIDTHS = (2048, 4096, 1024)  # of FCN-R's hidden layers
+WIDTHS = (2048, 4096, 1024)  # of FCN-R's hidden layers
 
 
-class Classic(nn.Module):
+class Classic(nn.Module, ABC):
     """What training asks of a network that is not cut: it is the first part and the last."""
 
     is_first = is_last = True
@@ -29,6 +30,10 @@ class Classic(nn.Module):
         rows, columns = self.get_parameter(name).shape
         return 0.02 if name.startswith("embed") else math.sqrt(2 / (rows + columns))
 
+    @abstractmethod
+    def smallest_call(self, device: torch.device) -> dict[str, Tensor]:
+        """Return arguments of the smallest forward pass."""
+
     @property
     def flops_per_target(self) -> int:
         """Operations for a target, forward and backward: 6 for each number of a matrix that is multiplied."""
@@ -41,9 +46,13 @@ class FullyConnected(Classic):
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
-        widths = (features, *_WIDTHS)
+        widths = (features, *WIDTHS)
         self.hidden = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
         self.head = nn.Linear(widths[-1], classes)
+
+    def initial_std(self, name: str) -> float:
+        """Return four times as much before a sigmoid as before a tanh, which is four times as steep."""
+        return super().initial_std(name) * (4 if name.startswith("hidden") else 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits [samples, classes] of samples of any shape."""

@@ -98,7 +98,7 @@ class CutModel(Generic[T]):
         """Switch to training or evaluation."""
         for part in self.parts:
             part.train(on)
-            if on and self.sharding is not None:
+            if on and self.sharding is not None and isinstance(part, Decoder):
                 self.sharding.give_back(part)
 
     def forward_backward(self, micro_batches: list[T], factor: float) -> Tensor:
@@ -151,7 +151,7 @@ class CutModel(Generic[T]):
 
     def _micro_step(self, *, last: bool) -> AbstractContextManager[None]:
         if self.sharding is not None:
-            self.sharding.micro_step(self.parts[0], last=last)
+            self.sharding.micro_step(self.decoders[0], last=last)
         if last or not isinstance(self.forward, DistributedDataParallel):
             return nullcontext()
         return self.forward.no_sync()

@@ -99,6 +99,11 @@ def parity(
     """
     if steps < 1:
         raise InputError(f"--steps {steps}: at least 1 is needed")
+    if config.model.network != "decoder":
+        raise InputError(
+            f"model.network = {config.model.network}: parity compares ways to cut a decoder",
+            hint="a network of fixed form has one layout, replicas",
+        )
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     if not chosen:
         raise InputError("--layouts names no layout", hint='for example --layouts "dp2, tp2, pp2, zero3x2"')

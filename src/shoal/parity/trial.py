@@ -93,7 +93,7 @@ def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> Outco
     _compare(job, trial, outcome, "weight", lambda name: weights[name].detach())
     if job.validation is not None:
         found = evaluate(job, job.validation)
-        outcome.validation = found and found["loss"]
+        outcome.validation = found["loss"] if found else None
     return outcome
 
 

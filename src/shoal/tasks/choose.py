@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shoal.config.sections import Config
@@ -10,7 +11,11 @@ from shoal.tasks.classify import ClassifyExamples, ClassifyTokens
 from shoal.tasks.gpt import Gpt
 from shoal.tasks.task import Task
 
-_TASKS = {"decoder": Gpt, "fcn-r": ClassifyExamples, "lstm": ClassifyTokens}
+_TASKS: dict[str, Callable[[Config], Task[Any, Any]]] = {
+    "decoder": Gpt,
+    "fcn-r": ClassifyExamples,
+    "lstm": ClassifyTokens,
+}
 
 
 def open_task(config: Config) -> Task[Any, Any]:
@@ -20,5 +25,4 @@ def open_task(config: Config) -> Task[Any, Any]:
             "no dataset given",
             hint="make one with `shoal prepare TEXT --output DIR`, then add --data DIR",
         )
-    task: Task[Any, Any] = _TASKS[config.model.network](config)
-    return task
+    return _TASKS[config.model.network](config)

@@ -67,7 +67,8 @@ def open_example_sets(config: Config) -> ExampleData:
     for other in datasets[1:]:
         if (theirs := ExampleData(config, (other,)).facts()) != first.facts():
             raise DataError(
-                f"{datasets[0].path} has {first.facts()} and {other.path} has {theirs}: one network cannot take both",
+                f"{datasets[0].path} has {first.facts()} and {other.path} has {theirs}, "
+                "and one network cannot take both",
                 hint="prepare them together, as one dataset",
             )
     return ExampleData(config, datasets)

@@ -1,4 +1,4 @@
-"""What every task does with samples: read a step's ahead, hand them to the device, deal out an evaluation's."""
+"""What every task does with samples: read them ahead, hand them to the device, deal out an evaluation's."""
 
 from __future__ import annotations
 

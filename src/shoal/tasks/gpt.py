@@ -60,11 +60,13 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
         """Make a micro-batch of training."""
-        return MicroBatch(*tensors)
+        tokens_bt, dropout_keys_b = tensors
+        return MicroBatch(tokens_bt, dropout_keys_b)
 
     def eval_micro(self, data: NDArray[np.int64]) -> MicroBatch:
         """Make a micro-batch without dropout."""
-        return MicroBatch(*to_device((data,), self.device), None)
+        (tokens_bt,) = to_device((data,), self.device)
+        return MicroBatch(tokens_bt, None)
 
     def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss, or what the next part of the model takes."""

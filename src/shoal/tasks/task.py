@@ -150,8 +150,8 @@ class Task(ABC, Generic[T, Micro]):
     def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, in nats.
 
-        Evaluation may have more sums follow the loss. A part of a model takes as `inputs` what the part before
-        it returned, and returns what the next one takes; only the last returns the loss.
+        In evaluation num_sums values, the loss first. A part of a model takes as `inputs` what the part
+        before it returned, and returns what the next one takes; only the last returns the loss.
         """
 
     @abstractmethod

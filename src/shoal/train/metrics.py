@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.config.sections import Config
 from shoal.runtime.files import append_json, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use

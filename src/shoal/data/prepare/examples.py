@@ -61,7 +61,8 @@ def prepare_examples(options: PrepareOptions, console: Console) -> ExampleSet:
     if made.exists():
         _refuse_other(read_json(made, "dataset manifest"), manifest, options.output)
     for name, (inputs, labels) in splits.items():
-        facts = manifest["splits"][name] = {"examples": len(labels)}
+        facts: dict[str, Any] = {"examples": len(labels)}
+        manifest["splits"][name] = facts
         for kind, array in (("inputs", inputs.astype(dtype, copy=False)), ("labels", labels)):
             path = options.output / f"{name}.{kind}.npy"
             with atomic_write(path) as file:
@@ -78,7 +79,7 @@ def _refuse_text_options(options: PrepareOptions) -> None:
     for name in _FOR_TEXT:
         if (value := getattr(options, name)) != defaults[name]:
             raise InputError(
-                f"--{name.replace('_', '-')} {value} is for text, and {options.inputs[0]} holds labelled examples",
+                f"--{name.replace('_', '-')} {value} is for text, and these are labelled examples",
                 hint="leave it out",
             )
 
@@ -145,7 +146,7 @@ def _read(source: str, options: PrepareOptions) -> Iterator[Found]:
     """Yield the examples of one input, checked."""
     path = Path(source)
     if source == RANDOM:
-        found = [(False, *_random_images(options.limit or 10_000, options.seed))]
+        found: list[Found] = [(False, *_random_images(options.limit or 10_000, options.seed))]
     elif path.suffix == ".npz":
         found = _read_npz(path)
     elif files := _idx_files(path):
@@ -217,13 +218,14 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
     try:
         with opened(path, "rb") as file:
             head = file.read(4)
-            shape = np.frombuffer(file.read(4 * head[3]), ">u4").tolist() if len(head) == 4 else []
+            dims = head[3] if head[:3] == _IDX_BYTES and len(head) == 4 else 0
+            shape = [int.from_bytes(file.read(4), "big") for _ in range(dims)]
             size = math.prod(shape)
             _refuse_large(path, "its array", size)
             data = file.read(size + 1)
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if head[:3] != _IDX_BYTES or len(shape) != head[3] or len(data) != size:
+    if not shape or len(data) != size:
         raise DataError(f"{path} is no IDX file of bytes, or it is cut short", hint="copy it again")
     return np.frombuffer(data, np.uint8).reshape(shape)
 

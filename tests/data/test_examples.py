@@ -1,0 +1,161 @@
+"""Labelled examples: what is read, how it is split and kept, and what is refused."""
+
+import gzip
+import json
+from io import BytesIO
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shoal.data.dataset import open_dataset
+from shoal.data.examples import Examples, open_examples
+from shoal.data.loader import Loader
+from shoal.data.prepare import examples
+from shoal.data.prepare.examples import RANDOM, holds_examples, prepare_examples
+from shoal.data.prepare.options import PrepareOptions
+from shoal.errors import DataError, InputError, ShoalError
+from tests.tiny_dataset import random_dataset
+
+
+def prepare(output, *inputs, **options):
+    return prepare_examples(PrepareOptions(tuple(map(str, inputs)), output, **options), Console(quiet=True))
+
+
+def idx(array):
+    head = b"\0\0\x08" + bytes([array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return head + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def archive(tmp_path):
+    path = tmp_path / "digits.npz"
+    x, y = np.arange(200, dtype=np.uint8).reshape(50, 2, 2), np.arange(50) % 3
+    np.savez(path, x_train=x, y_train=y, x_test=x[:5], y_test=y[:5])
+    return path
+
+
+def test_an_archive_becomes_three_splits_that_hold_each_example_once(archive, tmp_path):
+    made = prepare(tmp_path / "data", archive, split="4,1")
+    sizes = {name: len(labels) for name, (_, labels) in made.splits.items()}
+    assert sizes == {"train": 40, "validation": 10, "test": 5}
+    assert (made.shape, made.num_classes) == ((2, 2), 3)
+    both = np.concatenate([made.splits[name][0] for name in ("train", "validation")])
+    assert sorted(both[:, 0, 0]) == list(range(0, 200, 4))
+    for inputs, labels in made.splits.values():
+        assert (inputs[:, 0, 0] // 4 % 3 == labels).all()
+    assert made.mean == pytest.approx(made.splits["train"][0].mean())
+    assert made.std == pytest.approx(made.splits["train"][0].std())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_idx_files_are_read_packed_or_not(tmp_path, packed):
+    images, labels = np.arange(24).reshape(6, 2, 2), np.arange(6)
+    for name, array in (("train-images-idx3-ubyte", images), ("train-labels-idx1-ubyte", labels)):
+        data = idx(array)
+        (tmp_path / (name + ".gz" * packed)).write_bytes(gzip.compress(data) if packed else data)
+    made = prepare(tmp_path / "data", tmp_path, split="1")
+    assert made.splits["train"][0].tolist() == images.tolist()
+    assert made.splits["train"][1].tolist() == labels.tolist()
+
+
+def test_made_up_images_are_the_same_for_a_seed_alone(tmp_path):
+    prints = [prepare(tmp_path / str(n), RANDOM, limit=60, seed=n // 2).fingerprint for n in range(4)]
+    assert prints[0] == prints[1] != prints[2] == prints[3]
+
+
+def test_text_and_examples_are_told_apart(archive, tmp_path):
+    assert holds_examples(PrepareOptions((str(archive),), tmp_path))
+    assert not holds_examples(PrepareOptions(("stdlib", str(tmp_path)), tmp_path))
+
+
+def test_every_example_comes_once_an_epoch_on_any_number_of_ranks(archive, tmp_path):
+    made = prepare(tmp_path / "data", archive, split="1")
+    source = Examples([made.splits["train"], made.splits["test"]])  # 50 and 5
+
+    def step(number, world_size):
+        ranks = [
+            Loader(source, weights=(), global_batch_size=8, seed=3, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        shares = [loader.batch(number) for loader in ranks]
+        assert {share.global_targets for share in shares} == {8}
+        return [np.concatenate(parts).tolist() for parts in zip(*(s.data for s in shares), strict=True)]
+
+    for number in (1, 7, 20):
+        assert step(number, 1) == step(number, 2) == step(number, 4)
+    seen = [image[0][0] for number in range(1, 56) for image in step(number, 1)[0]]
+    assert {seen.count(first) for first in seen} == {8, 16}  # the second set repeats the first's five
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.array([[{}]]), "y": np.array([0])}, "Object arrays cannot be loaded"),
+        ({"images": np.zeros((2, 2))}, "holds images"),
+        ({"x": np.zeros((2, 2), np.int32), "y": np.zeros(2, int)}, r"inputs of .* are int32 \[2, 2\]"),
+        ({"x": np.ones((2, 2)), "y": np.zeros(3, int)}, r"labels of .* are int64 \[3\] for 2 inputs"),
+        ({"x": np.ones((2, 2)), "y": np.array([0, -1])}, "go from -1 to 0"),
+        ({"x": np.ones((2, 2)), "y": np.array([0.5, 1])}, "labels of .* are float64"),
+        ({"x": np.ones((2, 2)), "y": np.array([0, 1])}, "all alike, or not all of them are numbers"),
+        ({"x": np.array([[1.0, np.nan]] * 2), "y": np.array([0, 1])}, "not all of them are numbers"),
+    ],
+)
+def test_an_archive_that_cannot_be_used_is_refused_in_words(tmp_path, arrays, message):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "data", tmp_path / "bad.npz", split="1")
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_archive_is_measured_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples, "_MAX_BYTES", 1000)
+    held = BytesIO()
+    np.save(held, np.zeros((1000, 2)))
+    with ZipFile(tmp_path / "large.npz", "w") as archive:
+        archive.writestr("x.npy", held.getvalue())
+    with pytest.raises(DataError, match=r"x.npy takes 16,128 bytes, and 1,000 are allowed"):
+        prepare(tmp_path / "data", tmp_path / "large.npz")
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (idx(np.zeros((2, 2, 2)))[:-1], idx(np.zeros(2)), "images.* cut short"),
+        (b"GIF89a", idx(np.zeros(2)), "images.* is no IDX file"),
+        (idx(np.zeros((2, 2, 2))), None, "has no labels beside it"),
+        (b"\0\0\x08\x03" + b"\xff" * 12, idx(np.zeros(2)), "bytes, and .* are allowed"),
+    ],
+)
+def test_bad_idx_files_are_named(tmp_path, images, labels, message):
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(images)
+    if labels is not None:
+        (tmp_path / "train-labels-idx1-ubyte").write_bytes(labels)
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "data", tmp_path)
+
+
+def test_a_folder_made_otherwise_is_not_written_over(archive, tmp_path):
+    made = prepare(tmp_path / "data", archive)
+    assert prepare(tmp_path / "data", archive).fingerprint == made.fingerprint
+    with pytest.raises(InputError, match="already holds a dataset made otherwise"):
+        prepare(tmp_path / "data", archive, seed=5)
+    with pytest.raises(InputError, match="--vocab-size 300 is for text"):
+        prepare(tmp_path / "other", archive, vocab_size=300)
+
+
+def test_damage_and_the_wrong_kind_of_data_are_found_on_opening(archive, tmp_path):
+    path = tmp_path / "data"
+    prepare(path, archive)
+    with pytest.raises(DataError, match="holds labelled examples, and this run takes tokens"):
+        open_dataset(path)
+    with pytest.raises(DataError, match="holds tokens, and this run takes labelled examples"):
+        open_examples(random_dataset(tmp_path / "text"))
+    np.save(path / "test.labels.npy", np.zeros(4, np.int64))
+    with pytest.raises(DataError, match=r"test.labels.npy holds int64 \[4\], the manifest says int64 \[5\]"):
+        open_examples(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"std": 0}))
+    with pytest.raises(ShoalError, match="prepare it again"):
+        open_examples(path)

@@ -1,0 +1,161 @@
+"""Classic networks under the trainer of GPTs: replicas agree, runs resume, what cannot work is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shoal.config.load import load_config, validate
+from shoal.data.prepare.examples import RANDOM, prepare_examples
+from shoal.data.prepare.options import PrepareOptions
+from shoal.errors import ConfigError, DataError, InputError
+from shoal.infer.load import load_text_model
+from shoal.models import classic
+from shoal.parity.command import parity
+from shoal.tasks.choose import open_task
+from shoal.train.request import Request
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import TINY, run_training
+
+DIGITS = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+NETWORKS = ("fcn-r", "lstm")
+
+
+def values_of(network, data, **sections):
+    """Return a tiny configuration without what only decoders, or only text, have."""
+    values = {name: section for name, section in TINY.items() if name != "model"}
+    train = {key: value for key, value in TINY["train"].items() if network == "lstm" or key != "seq_len"}
+    return values | {
+        "model": {"network": network},
+        "data": {"datasets": [str(data[network])]},
+        "train": train | {"micro_batch_size": 2} | sections.pop("train", {}),
+        "eval": {"every": 5, "sequences": 7},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"min_lr": 1e-4},
+        **sections,
+    }
+
+
+def prepared(folder, source, **options):
+    return prepare_examples(PrepareOptions((str(source),), folder, **options), Console(quiet=True)).path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    images = prepared(folder / "images", RANDOM, limit=400, split="8,1,1")
+    return {"fcn-r": images, "lstm": random_dataset(folder / "walk")}
+
+
+def train_narrow(run_dir, values):
+    """Train with FCN-R's layers cut to a hundredth of their size."""
+    widths, classic.WIDTHS = classic.WIDTHS, (48, 32, 16)
+    try:
+        return run_training(run_dir, values)
+    finally:
+        classic.WIDTHS = widths
+
+
+def curves(run):
+    validation = [line for line in run["lines"] if "validation_loss" in line]
+    return run["losses"], run["norms"], [line["validation_loss"] for line in validation], validation
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network):
+    runs = [
+        pool.run(train_narrow, size, tmp_path / str(size), values_of(network, data))[0] for size in (1, 2, 4)
+    ]
+    one, *others = map(curves, runs)
+    for several in others:
+        for ours, theirs in zip(one[:3], several[:3], strict=True):
+            np.testing.assert_allclose(theirs, ours, rtol=2e-6)
+        assert several[3][0]["validation_accuracy"] == one[3][0]["validation_accuracy"]
+    unit = {"fcn-r": "examples", "lstm": "tokens"}[network]
+    assert runs[0]["lines"][0][unit] == 16 * (1 if network == "fcn-r" else 16)
+    assert runs[0]["lines"][0][f"{unit}_per_s"] > 0
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_resume_is_bitwise_equal(pool, data, tmp_path, network):
+    values = values_of(network, data)
+    whole = pool.run(train_narrow, 2, tmp_path / "whole", values)[0]
+    halted = values | {"runtime": values["runtime"] | {"stop_after": 3}}
+    assert not pool.run(train_narrow, 2, tmp_path / "parts", halted)[0]["done"]
+    parts = pool.run(train_narrow, 2, tmp_path / "parts", values)[0]
+    assert parts["losses"] == whole["losses"]
+    for name, weight in whole["weights"].items():
+        assert np.array_equal(weight, parts["weights"][name]), name
+    if network == "lstm":
+        return
+    with pytest.raises(InputError, match="holds the network fcn-r: only decoders write text"):
+        load_text_model(tmp_path / "parts", "cpu")
+
+
+def test_pictures_are_learnt_and_accuracy_is_the_share_of_right_answers(pool, data, tmp_path):
+    train = {"steps": 80, "global_batch_size": 32, "micro_batch_size": 32}
+    run = pool.run(train_narrow, 1, tmp_path, values_of("fcn-r", data, train=train, optimizer={"lr": 1e-2}))[
+        0
+    ]
+    (test,) = [line for line in run["lines"] if "test_loss" in line]
+    assert test["test_accuracy"] >= 6 / 7
+    assert test["test_loss"] < 0.5 < 2 < run["losses"][0]
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not DIGITS.is_dir(), reason=f"needs the digits of {DIGITS}")
+def test_fcn_r_learns_digits(pool, tmp_path):
+    digits = {"fcn-r": prepared(tmp_path / "digits", DIGITS, split="8,1,1")}
+    train = {"steps": 60, "global_batch_size": 64, "micro_batch_size": 64}
+    values = values_of("fcn-r", digits, train=train, eval={"every": 60, "sequences": 1000})
+    run = pool.run(run_training, 1, tmp_path / "run", values, timeout=300)[0]
+    (found,) = [line for line in run["lines"] if "validation_loss" in line]
+    assert found["validation_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("network", "sections", "message"),
+    [
+        (
+            "fcn-r",
+            {"parallel": {"tp": 2}},
+            "model.network = fcn-r under tp2: tp, pp and zero know how to cut",
+        ),
+        ("lstm", {"parallel": {"zero": 2}}, "model.network = lstm under zero2x2"),
+        (
+            "lstm",
+            {"model": {"network": "lstm", "n_layers": 3}},
+            "model.n_layers = 3 with model.network = lstm",
+        ),
+        (
+            "lstm",
+            {"model": {"network": "lstm", "vocab_size": 99}},
+            "model.vocab_size = 99 is not the data's 257",
+        ),
+        ("fcn-r", {"train": {"seq_len": 32}}, "train.seq_len = 32 with model.network = fcn-r"),
+        ("lstm", {"train": {"recompute": "full"}}, "train.recompute = full with model.network = lstm"),
+        ("lstm", {"train": {"compile": "on"}}, "only a decoder's blocks are compiled"),
+        ("lstm", {"optimizer": {"name": "muon"}}, "optimizer.name = muon with model.network = lstm"),
+    ],
+)
+def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sections, message):
+    config = validate(values_of(network, data, **sections), "test")
+    with pytest.raises(ConfigError, match=message):
+        Request(config, tmp_path).check(2)
+
+
+def test_data_of_the_wrong_kind_is_refused(data, tmp_path):
+    swapped = {"fcn-r": data["lstm"], "lstm": data["fcn-r"]}
+    for network in NETWORKS:
+        with pytest.raises(DataError, match="and this run takes"):
+            Request(validate(values_of(network, swapped), "test"), tmp_path).check(1)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_presets_name_the_networks(data, network):
+    config = load_config(network, {"data": {"datasets": (str(data[network]),)}})
+    task = open_task(config)
+    assert task.config.model.network == network
+    with pytest.raises(InputError, match="parity compares ways to cut a decoder"):
+        parity(config, "dp2")
