@@ -45,8 +45,7 @@ def train(
     Parameters
     ----------
     config
-        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...; fcn-r
-        classifies labelled examples, lstm predicts text.
+        A TOML file, or the name of a preset: tiny, gpt2, llama-160m, ...; for labelled examples fcn-r.
     data
         Dataset folders made by `shoal prepare`; several are mixed, by data.weights or by their size.
     run_dir

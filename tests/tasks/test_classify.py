@@ -100,7 +100,7 @@ def test_pictures_are_learnt_and_accuracy_is_the_share_of_right_answers(pool, da
     ]
     (test,) = [line for line in run["lines"] if "test_loss" in line]
     assert test["test_accuracy"] >= 6 / 7
-    assert test["test_loss"] < 0.5 < 2 < run["losses"][0]
+    assert test["test_loss"] < 1 < 2 < run["losses"][0]
 
 
 @pytest.mark.proof
