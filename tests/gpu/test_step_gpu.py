@@ -6,7 +6,7 @@ import torch
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Loader, Windows
 from shoal.runtime.device import Device
-from shoal.tasks.gpt import Gpt
+from shoal.tasks.feed import Feed
 from shoal.train.clock import StepClock
 from tests.tiny_dataset import random_dataset
 
@@ -34,9 +34,10 @@ def test_the_time_of_a_gpus_phases_is_that_of_its_work():
 def test_a_gpus_batches_wait_in_page_locked_memory(tmp_path):
     split = open_dataset(random_dataset(tmp_path / "walk")).split("train")
     loader = Loader(Windows([split], 16), weights=(), global_batch_size=8, seed=1, rank=0, world_size=1)
-    task = Gpt(loader, seed=1, micro_batch_size=4, device=torch.device("cuda", 0))
-    batch = task.batch(1)
-    assert batch.tokens_bt.is_pinned()
-    micro = task.micro_batches(batch)
-    assert torch.cat([part.tokens_bt for part in micro]).cpu().equal(batch.tokens_bt)
-    task.close()
+    feed = Feed(loader, lambda batch: (batch.data,), 4, torch.device("cuda", 0))
+    batch = feed.batch(1)
+    (tokens_bt,) = batch.tensors
+    assert tokens_bt.is_pinned()
+    micro = feed.micro_batches(batch)
+    assert torch.cat([part for (part,) in micro]).cpu().equal(tokens_bt)
+    feed.close()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.config.load import validate
-from shoal.config.sections import Optimizer
+from shoal.config.sections import Model, Optimizer
 from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.dropout import keyed_dropout, site_id
@@ -64,6 +64,15 @@ def run(run_dir, dataset, device=DEVICE, **sections):
 def test_fp32_training_equals_the_cpu(tmp_path, data, style):
     there, _, _ = run(tmp_path / "gpu", data, model=STYLES[style])
     here, _, _ = run(tmp_path / "cpu", data, "cpu", model=STYLES[style])
+    torch.testing.assert_close(there, here, rtol=1e-4, atol=0)
+
+
+def test_an_lstm_equals_the_cpu(tmp_path, data):
+    plain = {
+        name: field.default for name, field in Model.model_fields.items()
+    }  # of a decoder, it has nothing
+    there, _, _ = run(tmp_path / "gpu", data, model=plain | {"network": "lstm"})
+    here, _, _ = run(tmp_path / "cpu", data, "cpu", model=plain | {"network": "lstm"})
     torch.testing.assert_close(there, here, rtol=1e-4, atol=0)
 
 
@@ -126,8 +135,8 @@ def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(tmp_path, data):
 def test_the_exchange_of_gradients_over_nccl_changes_nothing(monkeypatch, tmp_path, data, reduce_dtype):
     bare, _, _ = run(tmp_path / "bare", data)
 
-    def apply_as_one_of_two(shape, mesh, process, *settings):
-        return apply(shape, mesh, dataclasses.replace(process, seat=Seat(world_size=2)), *settings)
+    def apply_as_one_of_two(task, mesh, process, *settings):
+        return apply(task, mesh, dataclasses.replace(process, seat=Seat(world_size=2)), *settings)
 
     monkeypatch.setattr("shoal.train.job.apply", apply_as_one_of_two)
     wrapped, _, _ = run(tmp_path / "ddp", data, precision={"reduce_dtype": reduce_dtype})

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from shoal import scoring
 from shoal.config.sections import Config
 from shoal.data.examples import Pair
-from shoal.data.loader import Batch
 from shoal.errors import ConfigError
 from shoal.models.classic import Classic, FullyConnected, Lstm
 from shoal.tasks.examples import ExampleData, open_example_sets
 from shoal.tasks.feed import Arrays
-from shoal.tasks.task import Data, Rows, Task, to_device
+from shoal.tasks.task import Data, Rows, Task
 from shoal.tasks.tokens import open_tokens, with_vocabulary
 
 T = TypeVar("T")
@@ -98,19 +97,15 @@ class ClassifyExamples(Classify[Pair]):
         features = math.prod(first.shape)
         super().__init__(config, data, lambda: FullyConnected(features, first.num_classes))
 
-    def arrays(self, batch: Batch[Pair]) -> Arrays:
+    def arrays(self, data: Pair, samples: NDArray[np.int64] | None = None) -> Arrays:
         """Return inputs as they are kept, and labels."""
-        return batch.data
+        return data
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
         """Make a micro-batch of standardised inputs."""
         inputs, labels = tensors
         first = self.data.datasets[0]
         return MicroBatch((inputs.float() - first.mean) / first.std, labels)
-
-    def eval_micro(self, data: Pair) -> MicroBatch:
-        """Make a micro-batch of an evaluation."""
-        return self.micro(*to_device(data, self.device))
 
 
 class ClassifyTokens(Classify[NDArray[np.int64]]):
@@ -127,17 +122,13 @@ class ClassifyTokens(Classify[NDArray[np.int64]]):
         data = replace(data, config=config)
         super().__init__(config, data, lambda: Lstm(data.vocab_size))
 
-    def arrays(self, batch: Batch[NDArray[np.int64]]) -> Arrays:
+    def arrays(self, data: NDArray[np.int64], samples: NDArray[np.int64] | None = None) -> Arrays:
         """Return the tokens."""
-        return (batch.data,)
+        return (data,)
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
         """Make a micro-batch of windows."""
         return MicroBatch(tensors[0][:, :-1], tensors[0][:, 1:])
-
-    def eval_micro(self, data: NDArray[np.int64]) -> MicroBatch:
-        """Make a micro-batch of an evaluation."""
-        return self.micro(*to_device((data,), self.device))
 
     def found(self, means: Sequence[float]) -> dict[str, float]:
         """Name loss, perplexity and accuracy."""

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from shoal import scoring
 from shoal.config.sections import Config
-from shoal.data.loader import Batch
 from shoal.models.counts import count_parameters, flops_per_token
 from shoal.models.decoder import Decoder
 from shoal.models.documents import document_ids
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.tasks.feed import Arrays
-from shoal.tasks.task import Rows, Task, to_device
+from shoal.tasks.task import Rows, Task
 from shoal.tasks.tokens import open_tokens, with_vocabulary
 
 
@@ -27,7 +26,7 @@ class MicroBatch:
     """What one forward pass takes: tokens_bt [sequences, seq_len + 1]; with keys, dropout is on."""
 
     tokens_bt: Tensor
-    dropout_keys_b: Tensor | None
+    dropout_keys_b: Tensor | None = None
 
 
 class Gpt(Task[NDArray[np.int64], MicroBatch]):
@@ -54,19 +53,13 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
         """Make a decoder, or parts of one."""
         return [Decoder(self.shape, some) for some in layers]
 
-    def arrays(self, batch: Batch[NDArray[np.int64]]) -> Arrays:
-        """Return tokens and dropout keys."""
-        return batch.data, dropout_keys(self.config.train.seed, batch.samples)
+    def arrays(self, data: NDArray[np.int64], samples: NDArray[np.int64] | None = None) -> Arrays:
+        """Return tokens, and in training dropout keys."""
+        return (data,) if samples is None else (data, dropout_keys(self.config.train.seed, samples))
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
-        """Make a micro-batch of training."""
-        tokens_bt, dropout_keys_b = tensors
-        return MicroBatch(tokens_bt, dropout_keys_b)
-
-    def eval_micro(self, data: NDArray[np.int64]) -> MicroBatch:
-        """Make a micro-batch without dropout."""
-        (tokens_bt,) = to_device((data,), self.device)
-        return MicroBatch(tokens_bt, None)
+        """Make a micro-batch."""
+        return MicroBatch(*tensors)
 
     def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss, or what the next part of the model takes."""

@@ -10,12 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal.config.layout import Layout
 from shoal.config.layout_rules import check_layout
 from shoal.config.sections import Config
-from shoal.data.loader import Batch, Loader, Samples
+from shoal.data.loader import Loader, Samples
 from shoal.models.classic import Classic
 from shoal.models.decoder import Decoder
 from shoal.models.loss import CrossEntropy
@@ -96,7 +97,12 @@ class Task(ABC, Generic[T, Micro]):
         self._autocast = autocast
         self._cross_entropy = cross_entropy
         self.loader = make_loader(self.config, self.data.samples("train"), rank, world_size)
-        self._feed = Feed(self.loader, self.arrays, self.config.train.micro_batch_size, device)
+        self._feed = Feed(
+            self.loader,
+            lambda batch: self.arrays(batch.data, batch.samples),
+            self.config.train.micro_batch_size,
+            device,
+        )
 
     def batch(self, step: int) -> HostBatch:
         """Return this rank's share of a step, a pure function of datasets, seed and step."""
@@ -119,7 +125,8 @@ class Task(ABC, Generic[T, Micro]):
     ) -> Iterator[tuple[Micro, int, int, bool]]:
         """Yield (micro-batch, samples, targets, whether they count), equally often on every rank."""
         for data, count, valid in subset.batches(rank, world_size):
-            yield self.eval_micro(data), count, count * subset.source.targets, valid
+            tensors = (torch.from_numpy(array).to(self.device) for array in self.arrays(data))
+            yield self.micro(*tensors), count, count * subset.source.targets, valid
 
     @property
     @abstractmethod
@@ -135,16 +142,15 @@ class Task(ABC, Generic[T, Micro]):
         """Make the parts of the model with these layers; a network of fixed form is one part."""
 
     @abstractmethod
-    def arrays(self, batch: Batch[T]) -> Arrays:
-        """Return what of a batch is to be on the device, each array with a row for each sample."""
+    def arrays(self, data: T, samples: NDArray[np.int64] | None = None) -> Arrays:
+        """Return what is to be on the device, each array with a row for each sample.
+
+        `samples` are their places in the run; in evaluation they have none.
+        """
 
     @abstractmethod
     def micro(self, *tensors: Tensor) -> Micro:
         """Make a micro-batch of rows of these arrays."""
-
-    @abstractmethod
-    def eval_micro(self, data: T) -> Micro:
-        """Make a micro-batch of an evaluation."""
 
     @abstractmethod
     def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
@@ -164,8 +170,3 @@ class Task(ABC, Generic[T, Micro]):
 
     @abstractmethod
     def model_rows(self) -> Rows: ...
-
-
-def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    """Return arrays as tensors on a device."""
-    return tuple(torch.from_numpy(array).to(device) for array in arrays)
