@@ -240,7 +240,7 @@ class Sync(Section):
     rank: PositiveInt = 4
     """powersgd: rank of the matrices that stand for a gradient."""
     every: PositiveInt = 100
-    """model_averaging to streaming_diloco: steps that a replica takes by itself between two agreements (H)."""
+    """model_averaging to streaming_diloco: steps of a replica by itself between two agreements (H)."""
     lr: PositiveFloat | None = None
     """The same: outer learning rate; unset means 1, for diloco and streaming_diloco 0.7."""
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
