@@ -111,7 +111,7 @@ class CutModel(Generic[T]):
                 return self.pipeline.forward_backward(micro_batches, factor)
         total = torch.zeros((), device=next(self.parts[0].parameters()).device)
         if self.sharding is not None:
-            self.sharding.gather_ahead(self.parts[0])
+            self.sharding.gather_ahead(self.decoders[0])
         for number, micro in enumerate(micro_batches, start=1):
             with self._micro_step(last=number == len(micro_batches)):
                 with self._phase("forward"):
