@@ -113,12 +113,12 @@ def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
     except InputError as error:
         raise DataError(error.message, hint=_REMAKE) from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found in _CONTENTS and found != format:
+    if found != format and (held := _CONTENTS.get(str(found))):
         raise DataError(
-            f"dataset {path} holds {_CONTENTS[found]}, and this run takes {_CONTENTS[format]}",
+            f"dataset {path} holds {held}, and this run takes {_CONTENTS[format]}",
             hint="give another --data, or another model.network",
         )
-    if found != format:
+    if not isinstance(manifest, dict) or found != format:
         raise DataError(f"{path / MANIFEST} is not a Shoal dataset manifest", hint=_REMAKE)
     if manifest.get("version") != version:
         raise DataError(
