@@ -19,6 +19,7 @@ class ExampleData:
     config: Config
     datasets: tuple[ExampleSet, ...]
     unit = "examples"
+    sample = "example"
 
     def samples(self, split: str) -> Examples:
         """Return the examples of a split."""

@@ -47,6 +47,10 @@ class Data(Protocol[T]):
     def unit(self) -> str:
         """What targets are called: tokens, examples."""
 
+    @property
+    def sample(self) -> str:
+        """What a sample is called: sequence, example."""
+
     def samples(self, split: str) -> Samples[T]:
         """Return the samples of a split of all datasets."""
 

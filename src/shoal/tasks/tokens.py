@@ -22,6 +22,7 @@ class TokenData:
     config: Config
     datasets: tuple[Dataset, ...]
     unit = "tokens"
+    sample = "sequence"
 
     @property
     def vocab_size(self) -> int:

@@ -39,7 +39,7 @@ def _machine(job: Job) -> list[tuple[str, str]]:
         (
             "layout",
             f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
-            f"{job.config.train.micro_batch_size} sample(s) each",
+            f"{job.config.train.micro_batch_size} {job.task.data.sample}(s) each",
         ),
         ("device", f"{process.device.name}, {job.precision.name}"),
         ("threads", f"{process.threads} per worker ({process.threads_reason})"),
