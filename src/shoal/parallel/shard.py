@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Sharding:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             if self._on_cpu:
-                unit.set_custom_reduce_scatter(self._scatter)
+                unit.set_custom_reduce_scatter(cast(Any, self._scatter))  # its base class is private
 
     def gather_ahead(self, model: Decoder) -> None:
         """Ask for all weights that stay until the last backward pass; no block will wait for its own.
