@@ -90,8 +90,8 @@ def test_a_rank_that_sleeps_in_the_loader_is_named_with_its_line(data, tmp_path,
 
 SKIP = """
 import torch
-from shoal.gradsync.allreduce import AllReduce
-start, calls = AllReduce._start, [-1]  # the first one settles the buckets
+from shoal.gradsync.during_backward import SumDuringBackward
+start, calls = SumDuringBackward._start, [-1]  # the first one settles the buckets
 def skipping(self, state, bucket):
     calls[0] += 1
     if unwell(calls[0]):
@@ -99,7 +99,7 @@ def skipping(self, state, bucket):
         future.set_result(bucket.buffer())
         return future
     return start(self, state, bucket)
-AllReduce._start = skipping
+SumDuringBackward._start = skipping
 """
 
 

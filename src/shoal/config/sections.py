@@ -232,10 +232,10 @@ class Sync(Section):
     )
     """allreduce: who sums, the back end or one of shoal's algorithms."""
     warmup_steps: NonNegativeInt = 0
-    """onebit, topk, powersgd: first steps that sum gradients as they are."""
-    block: PositiveInt = 1024
+    """onebit, topk, powersgd: first steps that sum gradients as they are, such as a tenth of all."""
+    block: PositiveInt = 64
     """int8, onebit: values that share a scale."""
-    density: float = Field(default=0.01, gt=0.0, le=1.0)
+    density: float = Field(default=0.05, gt=0.0, le=1.0)
     """topk: share of the gradient's values that travel."""
     rank: PositiveInt = 4
     """powersgd: rank of the matrices that stand for a gradient."""

@@ -80,4 +80,45 @@ def _owners(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings, _owners)
+def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]:
+    sync = config.sync
+    plain = (sync.strategy, sync.algorithm) == ("allreduce", "backend")
+    alone = layout.dp_replicate == 1 < layout.world_size  # one process needs no partner
+    if strategy_of(config).kind != "exchange" or plain or not alone:
+        return
+    name = "strategy" if sync.algorithm == "backend" else "algorithm"
+    what = f"sync.{name} = {getattr(sync, name)}"
+    if layout.zero:
+        yield (
+            f"{what} under {layout}, which has one replica: ZeRO sums gradients to its shards by itself, "
+            "and nothing is left to agree on",
+            "set parallel.dp_shard to a part of the processes, as in dp2*zero2x2, or parallel.zero = 0",
+        )
+    else:
+        yield (
+            f"{what} under {layout}, which has one replica: there is nobody to agree with",
+            "leave the section sync out, or add replicas, as in dp2*tp2",
+        )
+
+
+def _reduce_dtype(config: Config, layout: Layout) -> Iterator[Problem]:
+    strategy = config.sync.strategy
+    exchanged = strategy_of(config).kind == "exchange" and strategy != "allreduce"
+    if exchanged and config.precision.reduce_dtype != "fp32" and not layout.zero:
+        yield (
+            f"precision.reduce_dtype = {config.precision.reduce_dtype} with sync.strategy = {strategy}, "
+            "which has a format of its own for what travels",
+            "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
+        )
+
+
+def _warmup(config: Config, layout: Layout) -> Iterator[Problem]:
+    if config.sync.warmup_steps >= config.train.steps:
+        yield (
+            f"sync.warmup_steps = {config.sync.warmup_steps} with train.steps = {config.train.steps}: "
+            f"sync.strategy = {config.sync.strategy} would never begin",
+            "use fewer steps of warm-up, or sync.strategy = allreduce",
+        )
+
+
+RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup)

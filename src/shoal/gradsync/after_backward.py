@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.runtime.ring import label
+from shoal.gradsync.exchange import Bucket, Exchange
 
 _BUCKET_BYTES = 32 << 20
 
@@ -18,41 +18,41 @@ class SumAfterBackward:
     """Sums over the ranks of a group that hold the same part of each parameter, whoever else holds the rest.
 
     Unlike a communication hook it sees each gradient once and complete, however the backward pass was cut up.
-    Sums over different groups may follow each other in any order.
+    Parameters that are cut alike share buckets, and no others do: what all ranks along an axis hold alike
+    then stays so under an exchange that rounds a value by its neighbours.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
-    ) -> None:
-        """Let gradients travel as `dtype`; sums of another format than the gradients' are rounded to it."""
-        self._parameters = list(parameters)
-        self._group = group
-        self._dtype = dtype
+    def __init__(self, named: dict[str, nn.Parameter], exchange: Exchange) -> None:
+        self._named = dict(sorted(named.items(), key=lambda item: _cut(item[1])))  # stable: else as they come
+        self._exchange = exchange
 
     def run(self) -> None:
-        """Replace every gradient by its sum. Collective over the group."""
+        """Replace every gradient by its sum. Collective over the exchange's group."""
         in_flight = []
-        for number, bucket in enumerate(self._buckets()):
-            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._dtype)
-            label(f"gradient bucket {number}")
-            in_flight.append((bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
-        for bucket, flat, work in in_flight:
-            assert work is not None, "this rank is not in the group"
-            work.wait()
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        for number, gradients in enumerate(self._buckets()):
+            flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+            parts = flat.split([gradient.numel() for gradient in gradients.values()])
+            views = {
+                name: part.view_as(gradient)
+                for (name, gradient), part in zip(gradients.items(), parts, strict=True)
+            }
+            in_flight.append((gradients, views, self._exchange.start(Bucket(number, flat, views))))
+        for gradients, views, handle in in_flight:
+            handle.wait()
+            torch._foreach_copy_(list(gradients.values()), list(views.values()))
 
-    def _buckets(self) -> Iterator[list[Tensor]]:
-        bucket: list[Tensor] = []
-        filled = 0
-        for gradient in map(local_gradient, self._parameters):
-            bucket.append(gradient)
-            filled += gradient.nbytes
-            if filled >= _BUCKET_BYTES:
+    def _buckets(self) -> Iterator[dict[str, Tensor]]:
+        for _, alike in groupby(self._named.items(), key=lambda item: _cut(item[1])):
+            bucket: dict[str, Tensor] = {}
+            filled = 0
+            for name, parameter in alike:
+                bucket[name] = local_gradient(parameter)
+                filled += bucket[name].nbytes
+                if filled >= _BUCKET_BYTES:
+                    yield bucket
+                    bucket, filled = {}, 0
+            if bucket:
                 yield bucket
-                bucket, filled = [], 0
-        if bucket:
-            yield bucket
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -60,3 +60,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None, "a parameter has no gradient"
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _cut(parameter: nn.Parameter) -> str:
+    return str(parameter.placements) if isinstance(parameter, DTensor) else ""

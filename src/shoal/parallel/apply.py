@@ -15,7 +15,9 @@ from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.gradsync.after_backward import SumAfterBackward
-from shoal.gradsync.allreduce import AllReduce
+from shoal.gradsync.choose import REDUCE_DTYPES, choose_exchange
+from shoal.gradsync.during_backward import SumDuringBackward
+from shoal.gradsync.exchange import BackEnd, Exchange
 from shoal.gradsync.owners import Owners, make_owners
 from shoal.models.classic import Classic
 from shoal.models.decoder import TIED, Decoder
@@ -31,7 +33,6 @@ from shoal.runtime.process import Process
 
 T = TypeVar("T")
 Micro = TypeVar("Micro", contravariant=True)
-_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Task(Protocol[Micro]):
@@ -64,9 +65,10 @@ class CutModel(Generic[T]):
         self._run = run
         self._phase = phase
         self.forward: nn.Module = parts[0]  # with plain data parallelism: the replica
-        self.sync: AllReduce | None = None  # the same
+        self.sync: SumDuringBackward | None = None  # the same
         self.sharding: Sharding | None = None
         self.pipeline: Pipeline[T] | None = None
+        self.exchange: Exchange = BackEnd()  # sums over replicas
         self.owners: Owners | None = None  # with replicas of which one updates a weight for all
         self.sums: list[SumAfterBackward | Owners] = []
         cut = mesh.axes is not None
@@ -174,7 +176,7 @@ def apply(
     holds more than its own; weights are a function of seed, name and place.
     """
     layout, device = mesh.layout, process.device.torch_device
-    reduce_dtype = _REDUCE_DTYPES[config.precision.reduce_dtype]
+    reduce_dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
     offload = config.parallel.offload and device.type != "cpu"  # a CPU's memory is the host's
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
     layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
@@ -195,29 +197,35 @@ def apply(
         initialise(part, config.train.seed, own_part)
     model = CutModel(parts, mesh, process, task.run, phase)
     model.sharding = sharding
+    if strategy_of(config).kind == "exchange":
+        model.exchange = choose_exchange(config, mesh, process, model.named_weights())
     if mesh.axes is None:
         if strategy_of(config).kind == "owner":
             _own(model, process, config, reduce_dtype)
         else:
-            _replicate(model, process, reduce_dtype, compiled=compilation.on)
+            _replicate(model, process, compiled=compilation.on)
         return model
-    model.sums += _sums(model, tensor, reduce_dtype)
+    model.sums += _sums(model, tensor)
     if layout.pp > 1:
         model.pipeline = _pipeline(model, numbers, config, task, phase, device)
     return model
 
 
-def _sums(model: CutModel[T], tensor: TensorParallel | None, dtype: torch.dtype) -> list[SumAfterBackward]:
-    """Return the sums that complete the gradients when all backward passes are done."""
+def _sums(model: CutModel[T], tensor: TensorParallel | None) -> list[SumAfterBackward]:
+    """Return the sums that complete the gradients when all backward passes are done, in their order.
+
+    What a replica's exchange rounds must be complete, and alike on all tensor ranks where they hold it alike.
+    """
     weights, mesh = model.named_weights(), model.mesh
     sums = []
-    if tensor is not None and (partial := tensor.partial_parameters()):
-        sums.append(SumAfterBackward(partial, mesh.group("tp"), torch.float32))
+    if tensor is not None and (partial := {id(weight) for weight in tensor.partial_parameters()}):
+        named = {name: weight for name, weight in weights.items() if id(weight) in partial}
+        sums.append(SumAfterBackward(named, BackEnd(mesh.group("tp"))))
     if mesh.layout.dp_replicate > 1:
-        sums.append(SumAfterBackward(weights.values(), mesh.group("dp_replicate"), dtype))
+        sums.append(SumAfterBackward(weights, model.exchange))
     tied = model.decoders[0].shape.tie_embeddings and TIED in weights
     if mesh.ends is not None and tied:
-        sums.append(SumAfterBackward([weights[TIED]], mesh.ends, torch.float32))
+        sums.append(SumAfterBackward({TIED: weights[TIED]}, BackEnd(mesh.ends)))
     return sums
 
 
@@ -260,10 +268,10 @@ def _own(model: CutModel[T], process: Process, config: Config, reduce_dtype: tor
     model.gradient_norm = GradientNorm(owners.owned, process, copies=1, elsewhere=set())
 
 
-def _replicate(model: CutModel[T], process: Process, reduce_dtype: torch.dtype, *, compiled: bool) -> None:
-    model.sync = AllReduce(reduce_dtype)
+def _replicate(model: CutModel[T], process: Process, *, compiled: bool) -> None:
     if process.world_size == 1:
         return
+    model.sync = SumDuringBackward(model.named_weights(), model.exchange)
     wrapped = DistributedDataParallel(
         model.parts[0],
         device_ids=[process.device.torch_device] if process.device.is_cuda else None,
@@ -278,7 +286,7 @@ def _replicate(model: CutModel[T], process: Process, reduce_dtype: torch.dtype, 
 
 
 def _settle_buckets(
-    wrapped: DistributedDataParallel, part: Decoder | Classic, sync: AllReduce, device: torch.device
+    wrapped: DistributedDataParallel, part: Decoder | Classic, sync: SumDuringBackward, device: torch.device
 ) -> None:
     """Run one tiny backward, after which DDP orders its buckets for good.
 

@@ -35,6 +35,23 @@ class Mesh:
         """Return the process group along one axis."""
         return self[axis].get_group()
 
+    def new_group(self, axis: str, name: str, timeout_s: float) -> dist.ProcessGroup:
+        """Make another group along an axis, for what must not mix with others. Collective over the world."""
+        ranks = torch.arange(self.layout.world_size).view(_sizes(self.layout))
+        return _groups_along(ranks, AXES.index(axis), dist.get_rank(), timedelta(seconds=timeout_s), name)
+
+    @property
+    def replica(self) -> int:
+        """This rank's place among those that hold the same part of the model."""
+        return self.dp_rank // self.layout.dp_shard
+
+    @property
+    def part(self) -> int:
+        """This rank's place among those that hold a replica together."""
+        layout = self.layout
+        shard = self.dp_rank % layout.dp_shard
+        return (self.pp_rank * layout.dp_shard + shard) * layout.tp + self.tp_rank
+
     @property
     def speaks_for_its_tokens(self) -> bool:
         """Say whether this rank counts its sequences' loss: one of those that hold the same ones does."""
@@ -43,14 +60,13 @@ class Mesh:
 
 def make_mesh(process: Process, layout: Layout, timeout_s: float) -> Mesh:
     """Make the groups of all axes. Collective over the world."""
-    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     assert layout.world_size == process.world_size, (layout, process.world_size)
-    ranks = torch.arange(process.world_size).view(sizes)
+    ranks = torch.arange(process.world_size).view(_sizes(layout))
     pp, replicate, shard, tp = (int(place) for place in (ranks == process.rank).nonzero()[0])
     axes, ends = None, None
     if layout.tp * layout.pp > 1 or layout.zero:
         timeout = timedelta(seconds=timeout_s)
-        groups = [_groups_along(ranks, axis, process.rank, timeout) for axis in range(len(AXES))]
+        groups = [_groups_along(ranks, axis, process.rank, timeout, name) for axis, name in enumerate(AXES)]
         axes = DeviceMesh.from_group(
             groups, process.device.torch_device.type, mesh=ranks, mesh_dim_names=AXES
         )
@@ -59,9 +75,15 @@ def make_mesh(process: Process, layout: Layout, timeout_s: float) -> Mesh:
     return Mesh(layout, pp, replicate * layout.dp_shard + shard, tp, axes, ends)
 
 
-def _groups_along(ranks: torch.Tensor, axis: int, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    return (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+
+
+def _groups_along(
+    ranks: torch.Tensor, axis: int, rank: int, timeout: timedelta, name: str
+) -> dist.ProcessGroup:
     lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-    group = _own_group(lines, rank, AXES[axis], timeout)
+    group = _own_group(lines, rank, name, timeout)
     assert group is not None, f"rank {rank} is on no line along {AXES[axis]}"
     return group
 

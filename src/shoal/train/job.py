@@ -10,6 +10,7 @@ from shoal.checkpoint.store import CheckpointStore
 from shoal.config.layout import resolve_layout
 from shoal.config.sections import Config
 from shoal.gradsync.after_step import InStep
+from shoal.gradsync.held_back import HeldBack
 from shoal.models.loss import CrossEntropy
 from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
@@ -84,7 +85,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         process=process,
         task=task,
         model=model,
-        sync=model.owners or InStep(),
+        sync=model.owners or HeldBack(model.exchange, mesh, config.parallel.split),
         optimiser=build_optimiser(model.updated_weights(), config.optimizer),
         compilation=compilation,
         precision=precision,
@@ -92,7 +93,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         test=_eval_set(task, "test"),
         guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
         clock=clock,
-        metrics=Metrics(request.run_dir, task, process, precision, clock),
+        metrics=Metrics(request.run_dir, task, process, precision, clock, model.exchange.traffic),
         profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, clock),
         checkpoints=CheckpointStore(
             request.run_dir / "checkpoints",

@@ -14,7 +14,7 @@ def train(job: Job) -> bool:
 
     Collective over the world.
     """
-    step = start = resume(job)
+    step = start = job.sync.start(resume(job))
     job.metrics.start(start)
     if job.evaluation_pending:
         validate(job, start)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.transport import Traffic
 from shoal.runtime.files import append_json, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
@@ -33,11 +34,15 @@ class Metrics:
         process: Process,
         precision: Precision,
         clock: StepClock,
+        traffic: Traffic | None = None,
     ) -> None:
+        """Record also what this rank sends for gradients, where `traffic` counts it."""
         self._path = run_dir / "metrics.jsonl"
         self._config = config = task.config
         self._process = process
         self._clock = clock
+        self._traffic = traffic
+        self._sent_bytes = traffic.num_bytes if traffic else 0
         self._sinks = Sinks(config.train.sinks if process.rank == 0 else (), config, run_dir)
         self.rates = Rates(
             unit=task.data.unit,
@@ -80,6 +85,9 @@ class Metrics:
             "seconds": seconds,
             **{f"{name}_s": value for name, value in self._clock.phases.items()},
         }
+        if self._traffic is not None:
+            line["sync_bytes"] = self._traffic.num_bytes - self._sent_bytes
+            self._sent_bytes = self._traffic.num_bytes
         if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
             line |= self.rates.take()
             line |= self._by_rank(line)

@@ -60,7 +60,8 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
             f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
             hint=f"use --train.steps {step} or more, or another --run-dir",
         )
-    job.checkpoints.load(checkpoint, _tensors(job))
+    apart = job.sync.expect(state.get("sync", {}))
+    job.checkpoints.load(checkpoint, _tensors(job) | {f"sync.{name}": t for name, t in apart.items()})
     _take_over(job, state)
     job.saved_step = step
     log.info(
@@ -98,15 +99,18 @@ def save_is_due(job: Job, step: int) -> bool:
 
 
 def _tensors(job: Job, *, saving: bool = False) -> dict[str, Tensor]:
-    """Name every tensor of the job: model.<parameter> and optimizer.<parameter>.<key>.
+    """Name every tensor of the job: model.<parameter>, optimizer.<parameter>.<key>, sync.<the strategy's>.
 
     What the first pipeline part has, too, is loaded by both and saved by that one.
     """
     weights = job.model.named_weights()
     moments = optimiser_tensors(job.model.updated_weights(), job.optimiser)
     tensors = {**_weights(weights), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
+    if not saving:
+        return tensors
+    tensors |= {f"sync.{name}": tensor for name, tensor in job.sync.tensors().items()}
     skipped = tuple(f"{kind}.{name}" for kind in ("model", "optimizer") for name in job.model.elsewhere)
-    return {name: t for name, t in tensors.items() if not (saving and name.startswith(skipped))}
+    return {name: t for name, t in tensors.items() if not name.startswith(skipped)}
 
 
 def _weights(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -128,6 +132,7 @@ def _state(job: Job, step: int) -> dict[str, Any]:
         "skipped": job.skipped,
         "evaluation_pending": job.evaluation_pending,
         "lineage": list(job.lineage),
+        "sync": job.sync.state(),
         "versions": {"shoal": importlib.metadata.version("shoal"), "torch": torch.__version__},
     }
 

@@ -18,6 +18,7 @@ def forward_backward(job: Job, batch: HostBatch) -> float:
     Collective over the world.
     """
     job.model.forget_gradients()
+    job.model.exchange.begin(batch.step, job.precision.scaler.scale)
     with job.clock.phase("data"):
         micro_batches = job.task.micro_batches(batch)
     total = job.model.forward_backward(micro_batches, job.precision.scaler.scale / batch.global_targets)
@@ -51,7 +52,9 @@ def _take_step(job: Job, step: int, loss: float, grad_norm: float) -> bool:
     scaler = job.precision.scaler
     overflow = scaler.dynamic and job.process.any(not math.isfinite(grad_norm))
     left_out = scaler.update(overflow)
-    if left_out or not _guard_allows(job, step, loss, grad_norm):
+    applied = not left_out and _guard_allows(job, step, loss, grad_norm)
+    job.model.exchange.end(applied=applied and math.isfinite(grad_norm))
+    if not applied:
         job.skipped += 1
         return False
     with job.clock.phase("optimiser"):

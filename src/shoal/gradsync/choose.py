@@ -1,0 +1,73 @@
+"""The exchange that a configuration asks for."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.torch_transport import TorchTransport
+from shoal.config.sections import Config, Sync
+from shoal.gradsync.carried import Carried
+from shoal.gradsync.codecs import Bf16, Int8, OneBit
+from shoal.gradsync.exchange import BackEnd, Exchange
+from shoal.gradsync.methods import Exact, Method, PowerSGD, TopK, TwoPhase
+from shoal.runtime.mesh import Mesh
+from shoal.runtime.process import Process
+
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def choose_exchange(config: Config, mesh: Mesh, process: Process, named: dict[str, nn.Parameter]) -> Exchange:
+    """Make what sums these weights' gradients over the replicas. Collective over the world."""
+    dtype, sync = REDUCE_DTYPES[config.precision.reduce_dtype], config.sync
+    if mesh.layout.dp_replicate == 1 or (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
+        return BackEnd(mesh.group("dp_replicate") if mesh.axes is not None else None, dtype)
+    group = mesh.new_group("dp_replicate", "exchange", config.runtime.timeout_s)
+    transport = TorchTransport(group, process.device.torch_device)
+    if sync.algorithm == "hierarchical":
+        transport.hosts = _hosts(group, process)
+    parts = {name: _local(weight) for name, weight in named.items()}
+    name = f"{sync.strategy} of rank {sync.rank}" if sync.strategy == "powersgd" else sync.strategy
+    return Carried(name, transport, _method(sync, parts, dtype), parts, sync.warmup_steps)
+
+
+def _method(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Method:
+    match sync.strategy:
+        case "allreduce":
+            return Exact(sync.algorithm, dtype)
+        case "bf16":
+            return TwoPhase(Bf16())
+        case "int8":
+            return TwoPhase(Int8(sync.block))
+        case "onebit":
+            return TwoPhase(OneBit(sync.block))
+        case "topk":
+            return TopK(sync.density)
+        case "powersgd":
+            return PowerSGD(sync.rank, parts)
+    raise AssertionError(f"{sync.strategy} is no exchange of gradients")
+
+
+def _hosts(group: dist.ProcessGroup, process: Process) -> list[list[int]]:
+    """Return the ranks of a group by host. Collective over the world."""
+    names = [""] * process.world_size
+    dist.all_gather_object(names, socket.gethostname(), group=process.control)
+    return by_host(names[rank] for rank in dist.get_process_group_ranks(group))
+
+
+def by_host(names: Iterable[str]) -> list[list[int]]:
+    """Return the places of equal names together, those of the first one first."""
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return list(places.values())
+
+
+def _local(weight: nn.Parameter) -> Tensor:
+    """Return this rank's part of a weight."""
+    return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()

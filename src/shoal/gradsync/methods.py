@@ -1,0 +1,189 @@
+"""Ways to add up a bucket over replicas by sending and receiving, most of which leave something out."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shoal.comm.all_reduce import all_reduce
+from shoal.comm.collectives import all_gather, all_to_all
+from shoal.comm.transport import Transport
+from shoal.gradsync.codecs import Codec
+from shoal.gradsync.exchange import Bucket
+from shoal.gradsync.memory import Memory
+
+
+class Method(ABC):
+    """A way to add up. With `feedback`, what it leaves out is to be in the next step's bucket."""
+
+    feedback = True
+
+    def __init__(self) -> None:
+        self.memory = Memory({})  # alike on all ranks
+
+    @abstractmethod
+    def add_up(self, transport: Transport, bucket: Bucket) -> Tensor | None:
+        """Replace a bucket by a sum over all ranks, the same bits everywhere. Collective over the transport.
+
+        Returns what this rank has to remember, as long as the bucket: over all ranks the bucket's new content
+        and what they remember add up to what they put in. None without feedback.
+        """
+
+
+class Exact(Method):
+    """One of shoal's all-reduces."""
+
+    feedback = False
+
+    def __init__(self, algorithm: str = "chunked_ring", dtype: torch.dtype | None = None) -> None:
+        """Let gradients travel as `dtype`, by default their own."""
+        super().__init__()
+        self._algorithm = algorithm
+        self._dtype = dtype
+
+    def add_up(self, transport: Transport, bucket: Bucket) -> None:
+        sent = bucket.flat.to(self._dtype or bucket.flat.dtype)
+        all_reduce(transport, sent, "sum", self._algorithm)
+        if sent is not bucket.flat:
+            bucket.flat.copy_(sent)
+
+
+class TwoPhase(Method):
+    """Each rank adds up a share of the bucket, in the bucket's own format; encoded, shares go there and back.
+
+    A rank's own part of its share is not encoded. What is lost on the way back is remembered by the rank in
+    charge as if it were its own. A rank sends 2 (n - 1)/n of the encoded bucket: for bf16 as many bytes as a
+    ring, which would round at each hop.
+
+    Source: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
+    speed" (2021), section 5; a second memory for the way back is not needed for the sum to be kept.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self._codec = codec
+        self.feedback = codec.feedback
+
+    def add_up(self, transport: Transport, bucket: Bucket) -> Tensor | None:
+        rank, size, codec = transport.rank, transport.size, self._codec
+        shares = shares_of(bucket.flat, size, codec.block)
+        lost = torch.empty_like(bucket.flat)
+        lost_shares = shares_of(lost, size, codec.block)
+        nothing = bucket.flat.new_empty(0, dtype=torch.uint8)
+        coded = [nothing if at == rank else codec.encode(share) for at, share in enumerate(shares)]
+        own = shares[rank]
+        arrived = [nothing.new_empty(0 if at == rank else codec.num_bytes(len(own))) for at in range(size)]
+        all_to_all(transport, arrived, coded)
+        for code in arrived:
+            if code.numel():
+                codec.decode(code, lost_shares[rank])
+                own.add_(lost_shares[rank])
+        coded[rank] = codec.encode(own)
+        if self.feedback:
+            for code, share, part in zip(coded, shares, lost_shares, strict=True):
+                codec.decode(code, part)
+                torch.sub(share, part, out=part)
+        totals = [nothing.new_empty(codec.num_bytes(len(share))) for share in shares]
+        all_gather(transport, totals, coded[rank])
+        for code, share in zip(totals, shares, strict=True):
+            codec.decode(code, share)
+        return lost if self.feedback else None
+
+
+def shares_of(flat: Tensor, size: int, block: int) -> list[Tensor]:
+    """Cut a flat tensor into `size` shares of whole blocks; the last one may end in a part of one."""
+    blocks = -(-flat.numel() // block)
+    bounds = [min(flat.numel(), block * (blocks * place // size)) for place in range(size + 1)]
+    return [flat[start:end] for start, end in pairwise(bounds)]
+
+
+class TopK(Method):
+    """The largest values of a bucket with their places, gathered from all ranks; a value takes 8 bytes.
+
+    Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018); Lin et al., "Deep gradient
+    compression" (2018), without its corrections for momentum, which Adam's is not.
+    """
+
+    def __init__(self, density: float) -> None:
+        """Let `density` of the values travel, at least one a bucket."""
+        super().__init__()
+        self._density = density
+
+    def add_up(self, transport: Transport, bucket: Bucket) -> Tensor:
+        flat = bucket.flat
+        count = max(1, round(self._density * flat.numel()))
+        places = flat.abs().topk(count, sorted=False).indices
+        values = flat[places]
+        everyone = [values.new_empty(count) for _ in range(transport.size)]
+        all_gather(transport, everyone, values)
+        whose = [places.new_empty(count, dtype=torch.int32) for _ in range(transport.size)]
+        all_gather(transport, whose, places.int())
+        lost = flat.clone()
+        lost[places] = 0
+        flat.zero_()
+        for theirs, at in zip(everyone, whose, strict=True):
+            flat[at.long()] += theirs  # no place comes twice
+        return lost
+
+
+class PowerSGD(Method):
+    """Matrices as products of two thin ones, P Q'; what has no smaller product travels as it is.
+
+    Each step takes one step of subspace iteration from the Q of the step before. A rank remembers what the
+    projection on P leaves of its own matrix, which is orthogonal to what it sent.
+
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
+    optimization" (2019), algorithm 1 with a warm start.
+    """
+
+    def __init__(self, rank: int, parameters: dict[str, Tensor]) -> None:
+        """Draw the first Q of each matrix, a tensor of all dims but the first as columns, by its name."""
+        super().__init__()
+        tall = {name: tensor.flatten(1) for name, tensor in parameters.items() if tensor.ndim > 1}
+        first = {
+            f"q.{name}": _draw(name, matrix, rank)
+            for name, matrix in tall.items()
+            if rank * sum(matrix.shape) < matrix.numel()
+        }
+        self.memory = Memory(first)
+
+    def add_up(self, transport: Transport, bucket: Bucket) -> Tensor:
+        lost = bucket.flat.clone()
+        lost_parts = lost.split([view.numel() for view in bucket.views.values()])
+        thin, plain = [], []  # (name of Q, matrix, what of it is lost); what travels as it is
+        for (name, view), part in zip(bucket.views.items(), lost_parts, strict=True):
+            if f"q.{name}" in self.memory.tensors:
+                thin.append((f"q.{name}", view.flatten(1), part.view_as(view).flatten(1)))
+            else:
+                part.zero_()
+                plain.append(view)
+        ps = [matrix @ self.memory.tensors[q] for q, matrix, _ in thin]
+        _all_reduce_together(transport, [*ps, *plain])
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        qs = [matrix.T @ p for (_, matrix, _), p in zip(thin, ps, strict=True)]
+        for (_, matrix, lost_matrix), p, q in zip(thin, ps, qs, strict=True):
+            torch.sub(matrix, p @ q.T, out=lost_matrix)
+        _all_reduce_together(transport, qs)
+        for (name, matrix, _), p, q in zip(thin, ps, qs, strict=True):
+            torch.mm(p, q.T, out=matrix)
+            self.memory.write(name, q)
+        return lost
+
+
+def _draw(name: str, matrix: Tensor, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(matrix.shape[1], rank, generator=generator).to(matrix.device, matrix.dtype)
+
+
+def _all_reduce_together(transport: Transport, tensors: list[Tensor]) -> None:
+    """Sum several tensors in one all-reduce. Collective over the transport."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    all_reduce(transport, flat)
+    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
