@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.load import load_config
 from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
 from shoal.errors import InputError
 
 
@@ -80,6 +81,7 @@ def train(
     from shoal.runtime.log import quieten_libraries
 
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
+    from shoal.runtime.islands import read_island
     from shoal.runtime.network import several_hosts
     from shoal.runtime.process import read_seat
     from shoal.train.request import Request
@@ -91,6 +93,8 @@ def train(
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer, words)
+    if (island := read_island()) is not None:
+        return _be_island(request.on(island))
     if read_seat() is not None:
         return _join(request, nproc, nnodes)
     return _start(request, nproc, max_restarts, several_hosts(nnodes, rdzv, node_rank))
@@ -153,6 +157,22 @@ def _join(request: Any, nproc: int | None, nnodes: int) -> int:
     return run(request)
 
 
+def _be_island(request: Any) -> int:
+    """Train one of the replicas that train apart, or be one of its ranks."""
+    from shoal.runtime.files import alone_in
+    from shoal.runtime.process import read_seat
+    from shoal.runtime.stop import end_with_launcher
+    from shoal.train.worker import run
+
+    if read_seat() is not None:
+        return run(request)
+    end_with_launcher(request.island.launcher)
+    request.check(request.island.size)
+    with alone_in(request.run_dir):
+        # A lost one is started again as a whole, to join the others.
+        return _train(request, request.island.size, None if request.island.size == 1 else 0)
+
+
 def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tuple[Any, ...]) -> int:
     """Check what can be checked in one process, then train here or launch workers."""
     from shoal.runtime.files import alone_in
@@ -162,6 +182,9 @@ def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tup
         nproc = max(1, request.layout.world_size // hosts) if request.layout else 1
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
+    whole = request.resolve_layout(nproc * (place[0] if place else 1))
+    if strategy_of(request.config).kind == "outer" and whole.replicas > 1:
+        return _start_islands(request, whole, nproc, max_restarts, place)
     if not place:
         request.check(nproc)
         with alone_in(request.run_dir):
@@ -180,6 +203,28 @@ def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tup
             return _launch(request, nproc, max_restarts, hosts)
     finally:
         hosts.shutdown()
+
+
+def _start_islands(
+    request: Any, whole: Layout, nproc: int, max_restarts: int | None, place: tuple[Any, ...]
+) -> int:
+    """Start the replicas of this host, each as a world of its own."""
+    from shoal.runtime.islands import Archipelago
+    from shoal.runtime.log import to_screen
+    from shoal.runtime.rendezvous import Place
+
+    to_screen()
+    request.check(whole.world_size)
+    return Archipelago(
+        sys.argv[1:],
+        request.run_dir,
+        replicas=whole.replicas,
+        size=whole.as_island().world_size,
+        nproc=nproc,
+        max_restarts=3 if max_restarts is None else max_restarts,
+        place=Place(*place),
+        timeout_s=request.config.runtime.timeout_s,
+    ).run()
 
 
 def _train(request: Any, nproc: int, max_restarts: int | None) -> int:

@@ -106,7 +106,7 @@ def test_what_is_shared_is_of_this_attempt(meet):
 def test_a_host_that_falls_silent_is_named_as_the_cause_and_nothing_restarts(meet):
     north, south = meet(2)
     together([north, south], lambda node: node.next_rendezvous())
-    south._leaving.set()  # what a power cut leaves behind: a board that no longer changes
+    south._all.leave(0)  # what a power cut leaves behind: a board that no longer changes
     failure, _ = north.agree_on_cause(Failure(0, 1.0, "connection closed by peer", echo=True), 0)
     assert failure.fatal
     assert f"host {socket.gethostname()} (node 1) is lost" in str(failure)

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shoal.config.load import validate
 from shoal.runtime.device import select_device
+from shoal.runtime.islands import Island
 from shoal.runtime.process import Process, Seat, take_seat
 from shoal.runtime.stop import Stop
 from shoal.train.job import Job, build_job
@@ -38,7 +40,12 @@ def tiny_config(data: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str
 
 
 def make_job(
-    run_dir: Path, values: dict[str, Any], *, init: Path | None = None, init_optimizer: bool = False
+    run_dir: Path,
+    values: dict[str, Any],
+    *,
+    init: Path | None = None,
+    init_optimizer: bool = False,
+    island: Island | None = None,
 ) -> Job:
     """Build the job of this pool worker. Collective over the world."""
     config = validate(values, "test")
@@ -47,7 +54,7 @@ def make_job(
     process: Process = take_seat(Seat(rank, world_size, rank, world_size), device, config.runtime)
     run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(process, run_dir, config.runtime, launched=False)
-    return build_job(Request(config, run_dir, init, init_optimizer), process, stop)
+    return build_job(Request(config, run_dir, init, init_optimizer, island=island), process, stop)
 
 
 def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -68,6 +75,22 @@ def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[
             for name, p in job.model.named_weights().items()
         },
     }
+
+
+def run_island(run_dir: Path, values: dict[str, Any], replicas: int, port: int, mark: str) -> Any:
+    """Train as a rank of one of the replicas that share this pool's workers and meet in a store."""
+    size = dist.get_world_size() // replicas
+    replica, rank = divmod(dist.get_rank(), size)
+    island = Island(replica, replicas, size, "127.0.0.1", port, f"{mark}-{replica}", 0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"here{dist.get_rank()}", "")
+    store.wait([f"here{other}" for other in range(dist.get_world_size())])  # nobody connects any more
+    dist.destroy_process_group()
+    store = dist.PrefixStore(f"world-{mark}-{replica}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # chosen by a meeting, it would stay
+        return run_training(island.folder(run_dir), values, island=island)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:

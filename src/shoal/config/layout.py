@@ -7,7 +7,7 @@ Words are joined by `*`: `dp2`, `zero3x4` (ZeRO-3 over four), `tp2`, `tp2+sp` (w
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.config.sections import Parallel
@@ -29,11 +29,26 @@ class Layout:
     zero: int = 0
     sequence: bool = False
     schedule: str = "1f1b"
+    islands: int = 1  # replicas that are worlds of their own, of which this is one
 
     @property
     def dp(self) -> int:
-        """Parts that a batch is cut into."""
+        """Data-parallel processes of this world."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.islands * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that train on parts of a batch, in this world or another."""
+        return self.islands * self.dp_replicate
+
+    def as_island(self) -> Layout:
+        """Return the layout of one replica, which is a world of its own."""
+        return replace(self, dp_replicate=1, islands=self.replicas)
 
     @property
     def world_size(self) -> int:
@@ -47,12 +62,12 @@ class Layout:
         return self.pp * (2 if self.schedule in ("interleaved", "zero_bubble") else 1)
 
     def __str__(self) -> str:
-        """Return the words of this layout."""
+        """Return the words of this layout, all replicas included."""
         words = []
         if self.pp > 1:
             words.append(f"pp{self.pp}" + (f"+{self.schedule}" if self.schedule != "1f1b" else ""))
-        if self.dp_replicate > 1:
-            words.append(f"dp{self.dp_replicate}")
+        if self.replicas > 1:
+            words.append(f"dp{self.replicas}")
         if self.zero:
             words.append(f"zero{self.zero}x{self.dp_shard}")
         if self.tp > 1:

@@ -147,7 +147,7 @@ def _stages(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
 
 
 def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
-    count = grad_accum_steps(config, layout.dp)
+    count = grad_accum_steps(config, layout.batch_parts)
     unit = layout.pp
     if layout.pp == 1:
         return
@@ -157,7 +157,7 @@ def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Pro
         problem = f"schedule {layout.schedule} takes micro-batches in rounds of {unit}, and there are {count}"
     else:
         return
-    fitting = config.train.global_batch_size // (layout.dp * unit)
+    fitting = config.train.global_batch_size // (layout.batch_parts * unit)
     sizes = [n for n in range(1, fitting + 1) if fitting % n == 0]
     hint = (
         f"use train.micro_batch_size = {', '.join(map(str, sizes))}"
@@ -166,7 +166,8 @@ def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Pro
     )
     yield (
         f"parallel.pp = {layout.pp}: {problem} (train.global_batch_size = {config.train.global_batch_size}, "
-        f"micro_batch_size = {config.train.micro_batch_size}, {layout.dp} data-parallel process(es))",
+        f"micro_batch_size = {config.train.micro_batch_size}, "
+        f"{layout.batch_parts} data-parallel process(es))",
         hint + ", or parallel.schedule = gpipe",
     )
 

@@ -234,7 +234,7 @@ class Sync(Section):
     warmup_steps: NonNegativeInt = 0
     """onebit, topk, powersgd: first steps that sum gradients as they are, such as a tenth of all."""
     block: PositiveInt = 64
-    """int8, onebit: values that share a scale."""
+    """int8, onebit, and with sync.int8: values that share a scale."""
     density: float = Field(default=0.05, gt=0.0, le=1.0)
     """topk: share of the gradient's values that travel."""
     rank: PositiveInt = 4

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 # exchange: gradients become the same on all replicas. owner: one replica updates a weight for all.
 # outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
 Kind = Literal["exchange", "owner", "outer", "asynchronous"]
-_OUTER = ("every", "lr", "int8")
+_OUTER = ("every", "lr", "int8", "block")
 
 
 @dataclass(frozen=True)
@@ -121,4 +121,39 @@ def _warmup(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup)
+def _outer(config: Config, layout: Layout) -> Iterator[Problem]:
+    sync, steps = config.sync, config.train.steps
+    if strategy_of(config).kind != "outer":
+        return
+    if sync.every > steps:
+        yield (
+            f"sync.every = {sync.every} with train.steps = {steps}: replicas would train apart all the way",
+            f"use sync.every = {max(1, steps // 10)}, or more train.steps",
+        )
+    if sync.block != Sync().block and not sync.int8:
+        yield (
+            f"sync.block = {sync.block} with sync.int8 = false: whole outer gradients travel, without scales",
+            "set sync.int8 = true, or leave sync.block out",
+        )
+
+
+def _fragments(config: Config, layout: Layout) -> Iterator[Problem]:
+    sync, layers = config.sync, config.model.n_layers
+    if sync.strategy != "streaming_diloco":
+        return
+    if sync.fragments > min(layers, sync.every):
+        yield (
+            f"sync.fragments = {sync.fragments} with model.n_layers = {layers}, sync.every = {sync.every}: "
+            "a part has at least one block, and a step to begin its exchange that it shares with no other",
+            f"use sync.fragments = {min(layers, sync.every)} or less",
+        )
+    between = sync.every // sync.fragments
+    if sync.overlap and sync.overlap >= between:
+        yield (
+            f"sync.overlap = {sync.overlap} with a part of the model every sync.every / sync.fragments = "
+            f"{between} steps: its exchange would be under way when that of the next one begins",
+            f"use sync.overlap <= {between - 1}, or sync.every = {(sync.overlap + 1) * sync.fragments}",
+        )
+
+
+RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _fragments)

@@ -51,7 +51,7 @@ class Batch(Generic[T]):
     step: int
     data: T
     samples: NDArray[np.int64]
-    global_targets: int  # of the whole step, over all ranks
+    global_targets: int  # of the step, over all ranks of this world
 
 
 class Windows:
@@ -120,7 +120,9 @@ class Loader(Generic[T]):
         seed: int,
         rank: int,
         world_size: int,
+        worlds: int = 1,
     ) -> None:
+        """Deal a step's samples to `world_size` ranks, which lie in `worlds` worlds of neighbouring ranks."""
         source.refuse_empty(each=len(weights) > 1)
         self.source = source
         self._counts, self._starts = source.counts, starts(source.counts)
@@ -130,6 +132,8 @@ class Loader(Generic[T]):
         self._seed = seed
         self._share = global_batch_size // world_size
         self._first = rank * self._share
+        self._of_world = global_batch_size // worlds
+        self._first_of_world = rank * worlds // world_size * self._of_world
 
     @property
     def steps_per_epoch(self) -> float:
@@ -140,7 +144,7 @@ class Loader(Generic[T]):
         """Return this rank's samples of a step (1-based)."""
         samples = (step - 1) * self._batch + self._first + np.arange(self._share, dtype=np.int64)
         data = self.source.read(self.index(samples))
-        return Batch(step, data, samples, self._batch * self.source.targets)
+        return Batch(step, data, samples, self._of_world * self.source.targets)
 
     def announce_epoch(self, step: int) -> None:
         """Say so where an epoch begins in this step."""
@@ -148,8 +152,9 @@ class Loader(Generic[T]):
             log.info(f"epoch {epoch} begins in step {step}")
 
     def step_samples(self, step: int) -> NDArray[np.int64]:
-        """Return the places in the run of all samples of a step, over all ranks."""
-        return (step - 1) * self._batch + np.arange(self._batch, dtype=np.int64)
+        """Return the places in the run of all samples of a step, over all ranks of this world."""
+        first = (step - 1) * self._batch + self._first_of_world
+        return first + np.arange(self._of_world, dtype=np.int64)
 
     def _epoch_begins(self, step: int) -> int:
         """Return the number (from 2) of an epoch whose first sample lies in this step, else 0."""

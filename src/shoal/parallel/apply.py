@@ -252,7 +252,7 @@ def _pipeline(
         before_backward=before_backward,
         phase=phase,
         schedule=layout.schedule,
-        num_microbatches=grad_accum_steps(config, layout.dp),
+        num_microbatches=grad_accum_steps(config, layout.batch_parts),
         boundary=torch.Size((train.micro_batch_size, time, model.decoders[0].shape.d_model)),
         group=model.mesh.group("pp"),
         device=device,

@@ -1,17 +1,12 @@
 """Where the launchers of a job meet: a store that node 0 hosts, and a board in it for each node.
 
-A node writes its own board and reads all others, a few times a second, in a thread of its own: who is there,
-which attempt it is ready for, how its workers failed, whether it has left. A board that no longer changes is
-a host that is lost. The launcher itself reads copies only, so a dead link cannot hold it up.
+A node's board says that it is there, which attempt it is ready for, how its workers failed, whether it has
+left. A board that no longer changes is a host that is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -24,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from shoal.errors import InputError, ShoalError
 from shoal.runtime import network
+from shoal.runtime.boards import Boards
 from shoal.runtime.failure import Failure
 from shoal.runtime.log import log
 
@@ -43,6 +39,60 @@ class Place:
     port: int = 0
     node: int | None = None  # None: node 0 is the host that owns the address, the others come as they come
 
+    def is_host(self, address: str) -> bool:
+        """Say whether this host is node 0, which has the store at the numeric `address`."""
+        return self.node == 0 or (self.node is None and network.is_own(address))
+
+
+def open_store(place: Place, address: str, timeout_s: float) -> dist.TCPStore:
+    """Host or reach the store of a place, whose numeric address is known."""
+    return _host(place, address) if place.is_host(address) else _reach(place, address, timeout_s)
+
+
+def connect(address: str, port: int) -> dist.TCPStore:
+    """Return a connection of one's own to a store that is there."""
+    return dist.TCPStore(address, port, None, False, timedelta(seconds=_STORE_S))
+
+
+def _host(place: Place, address: str) -> dist.TCPStore:
+    """Listen on the one given address; left to itself the store would listen on every interface."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, place.port), family=family)
+    except OSError as error:
+        where = f"{address}:{place.port}"
+        if not network.is_own(address):
+            raise InputError(
+                f"node 0 must run on the host of --rdzv, but this host has no address {address}",
+                hint="give another --node-rank here, or another --rdzv",
+            ) from error
+        raise InputError(
+            f"nobody can listen on {where}: {error.strerror}",
+            hint="choose another port, or give each host its own --node-rank",
+        ) from error
+    port = listener.getsockname()[1]
+    wait = timedelta(seconds=_STORE_S)
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _reach(place: Place, address: str, timeout_s: float) -> dist.TCPStore:
+    """Connect to node 0's store, which may not be there yet."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, place.port), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ShoalError(
+                    f"no node 0 at {place.host}:{place.port} within {timeout_s:g} s: {error}",
+                    hint="start the same command there, and look for a firewall in between "
+                    "(`shoal doctor --rdzv` on both hosts)",
+                ) from error
+            time.sleep(_BEAT_S)
+    return connect(address, place.port)
+
 
 class Rendezvous(RendezvousHandler):
     """The meeting of all launchers, for torch's agent and for our own. Every attempt meets anew."""
@@ -53,8 +103,8 @@ class Rendezvous(RendezvousHandler):
         self._address = network.resolve(place.host, place.port)
         if place.nnodes > 1:
             network.refuse_loopback(self._address, f"--rdzv {place.host}:{place.port}")
-        hosting = place.node == 0 or (place.node is None and network.is_own(self._address))
-        self._store = self._host(place) if hosting else self._reach(place)
+        hosting = place.is_host(self._address)
+        self._store = open_store(place, self._address, timeout_s)
         self._port = self._store.port
         self.node = 0 if hosting else self._take_number(place)
         self._attempt = -1
@@ -65,13 +115,11 @@ class Rendezvous(RendezvousHandler):
             "nnodes": place.nnodes,
             "ready": -1,
         }
-        self._boards: dict[int, dict[str, Any]] = {}
-        self._heard: dict[int, float] = {}
-        self._reached = time.monotonic()
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+        keys = [f"board{node}" for node in range(place.nnodes)]
+        self._all = Boards(lambda: connect(self._address, self._port), keys, self.node, self._own, _BEAT_S)
+        self._boards = self._all.told
         if place.nnodes > 1:
-            self._thread.start()
+            self._all.start()
             log.info(f"waiting for {place.nnodes - 1} other host(s) at {self._address}:{self._port}")
             try:
                 self._wait("to the first meeting", lambda board: True)
@@ -177,9 +225,7 @@ class Rendezvous(RendezvousHandler):
             if all(board.get("left") for node, board in self._boards.items() if node not in lost):
                 break
             time.sleep(_BEAT_S)
-        self._leaving.set()
-        if self._thread.is_alive():
-            self._thread.join(_LEAVE_S)
+        self._all.leave(_LEAVE_S)
         return True
 
     use_agent_store = True
@@ -199,49 +245,6 @@ class Rendezvous(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
-    def _host(self, place: Place) -> dist.TCPStore:
-        """Listen on the one given address; left to itself the store would listen on every interface."""
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        try:
-            listener = socket.create_server((self._address, place.port), family=family)
-        except OSError as error:
-            where = f"{self._address}:{place.port}"
-            if not network.is_own(self._address):
-                raise InputError(
-                    f"node 0 must run on the host of --rdzv, but this host has no address {self._address}",
-                    hint="give another --node-rank here, or another --rdzv",
-                ) from error
-            raise InputError(
-                f"nobody can listen on {where}: {error.strerror}",
-                hint="choose another port, or give each host its own --node-rank",
-            ) from error
-        port = listener.getsockname()[1]
-        wait = timedelta(seconds=_STORE_S)
-        descriptor = listener.detach()
-        return dist.TCPStore(
-            self._address, port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor
-        )
-
-    def _reach(self, place: Place) -> dist.TCPStore:
-        """Connect to node 0's store, which may not be there yet."""
-        until = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                socket.create_connection((self._address, place.port), timeout=5).close()
-                break
-            except OSError as error:
-                if time.monotonic() > until:
-                    raise ShoalError(
-                        f"no node 0 at {place.host}:{place.port} within {self._timeout_s:g} s: {error}",
-                        hint="start the same command there, and look for a firewall in between "
-                        "(`shoal doctor --rdzv` on both hosts)",
-                    ) from error
-                time.sleep(_BEAT_S)
-        return self._connect(place.port)
-
-    def _connect(self, port: int) -> dist.TCPStore:
-        return dist.TCPStore(self._address, port, None, False, timedelta(seconds=_STORE_S))
-
     def _take_number(self, place: Place) -> int:
         node = place.node if place.node is not None else int(self._store.add("nodes", 1))
         if node >= place.nnodes or int(self._store.add(f"node{node}", 1)) > 1:
@@ -258,29 +261,6 @@ class Rendezvous(RendezvousHandler):
                 f"{self._board(node)['nnodes']} on {self._board(node)['host']}" for node in range(self.nnodes)
             ]
             raise InputError(f"--nnodes differs: {', '.join(told)}", hint="give every host the same command")
-
-    def _beat(self) -> None:
-        """Write the own board and read all, until this node leaves. Runs in a thread."""
-        keys = [f"board{node}" for node in range(self.nnodes)]
-        texts: dict[int, bytes] = {}
-        with contextlib.suppress(RuntimeError):  # the store is gone, and its host with it
-            store = self._connect(self._port)
-            for beat in itertools.count():
-                leaving = self._leaving.is_set()
-                store.set(keys[self.node], json.dumps({**self._own, "beat": beat}))
-                present = [
-                    node for node, key in enumerate(keys) if node in self._boards or store.check([key])
-                ]
-                self._reached = time.monotonic()
-                for node, text in zip(
-                    present, store.multi_get([keys[node] for node in present]), strict=True
-                ):
-                    if text != texts.get(node):
-                        texts[node], self._heard[node] = text, time.monotonic()
-                        self._boards[node] = json.loads(text)
-                if leaving:
-                    return
-                self._leaving.wait(_BEAT_S)
 
     def _wait(self, what: str, ready: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until every other node has a board that is `ready`; raise where one is gone."""
@@ -303,15 +283,14 @@ class Rendezvous(RendezvousHandler):
 
     def _lost(self) -> list[int]:
         """Return the nodes of which nothing is heard any more; without the store there is node 0 to name."""
-        now = time.monotonic()
-        if self.node != 0 and (now - self._reached > LOST_S or not self._thread.is_alive()):
+        if self.node != 0 and (time.monotonic() - self._all.reached > LOST_S or not self._all.alive):
             return [0]
         return [
             node
             for node in self._others()
             if node in self._boards
             and not self._boards[node].get("left")
-            and now - self._heard[node] > LOST_S
+            and self._all.silent_s(node) > LOST_S
         ]
 
     def _lost_sentence(self, node: int) -> str:

@@ -25,7 +25,7 @@ class HostBatch:
 
     step: int
     samples: NDArray[np.int64]  # their places in the run
-    global_targets: int  # of the whole step, over all ranks
+    global_targets: int  # of the step, over all ranks of this world
     tensors: tuple[Tensor, ...]
 
 
@@ -92,7 +92,7 @@ class EvalSet(Generic[T]):
             yield self.source.read(own), len(own), bool(len(part))
 
 
-def make_loader(config: Config, source: Samples[T], rank: int, world_size: int) -> Loader[T]:
+def make_loader(config: Config, source: Samples[T], rank: int, world_size: int, worlds: int) -> Loader[T]:
     """Return what draws the samples of each step; ranks are those of data parallelism."""
     return Loader(
         source,
@@ -101,6 +101,7 @@ def make_loader(config: Config, source: Samples[T], rank: int, world_size: int) 
         seed=config.train.seed,
         rank=rank,
         world_size=world_size,
+        worlds=worlds,
     )
 
 

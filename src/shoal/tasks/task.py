@@ -92,15 +92,19 @@ class Task(ABC, Generic[T, Micro]):
         self,
         rank: int,
         world_size: int,
+        worlds: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
         cross_entropy: CrossEntropy,
     ) -> None:
-        """Take a place among the ranks of data parallelism; from here on there are batches."""
+        """Take a place among the ranks of data parallelism; from here on there are batches.
+
+        Ranks lie in `worlds` worlds, each of which divides its loss by the targets of its own samples.
+        """
         self.device = device
         self._autocast = autocast
         self._cross_entropy = cross_entropy
-        self.loader = make_loader(self.config, self.data.samples("train"), rank, world_size)
+        self.loader = make_loader(self.config, self.data.samples("train"), rank, world_size, worlds)
         self._feed = Feed(
             self.loader,
             lambda batch: self.arrays(batch.data, batch.samples),

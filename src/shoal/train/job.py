@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shoal.checkpoint.store import CheckpointStore
-from shoal.config.layout import resolve_layout
-from shoal.config.sections import Config
+from shoal.config.load import to_toml
+from shoal.config.sections import Config, Runtime
+from shoal.config.sync_rules import strategy_of
+from shoal.errors import ConfigError
 from shoal.gradsync.after_step import InStep
 from shoal.gradsync.held_back import HeldBack
+from shoal.gradsync.meeting import Meeting
+from shoal.gradsync.rounds import OuterRounds
 from shoal.models.loss import CrossEntropy
 from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
@@ -66,7 +73,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     """Open the data and build model, optimiser and all collaborators. Collective over the world."""
     task = request.check(process.world_size)
     config, shape = task.config, task.shape
-    layout = resolve_layout(config.parallel, process.world_size)
+    layout = request.resolve_layout(process.world_size)
     mesh = make_mesh(process, layout, config.runtime.timeout_s)
     device = process.device.torch_device
     precision = Precision(config.precision, device)
@@ -77,15 +84,20 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
     columns = VocabularyPart(axis, shape.padded_vocab_size) if axis and shape else None
     cross_entropy = CrossEntropy(columns, compiled=compilation.on)
-    task.begin(mesh.dp_rank, layout.dp, device, precision.autocast, cross_entropy)
+    first = layout.dp * (request.island.replica if request.island else 0)
+    place = first + mesh.dp_rank, layout.batch_parts, layout.islands
+    task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
+    metrics = Metrics(
+        request.run_dir, task, process, precision, clock, layout.islands, model.exchange.traffic
+    )
     return Job(
         request=request,
         config=config,
         process=process,
         task=task,
         model=model,
-        sync=model.owners or HeldBack(model.exchange, mesh, config.parallel.split),
+        sync=model.owners or _make_sync(request, task, model, process, metrics),
         optimiser=build_optimiser(model.updated_weights(), config.optimizer),
         compilation=compilation,
         precision=precision,
@@ -93,7 +105,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         test=_eval_set(task, "test"),
         guard=LossGuard(config.guard, request.run_dir / "incidents.jsonl" if process.rank == 0 else None),
         clock=clock,
-        metrics=Metrics(request.run_dir, task, process, precision, clock, model.exchange.traffic),
+        metrics=metrics,
         profiler=StepProfiler(config.train.profile, request.run_dir, process.rank, clock),
         checkpoints=CheckpointStore(
             request.run_dir / "checkpoints",
@@ -103,6 +115,37 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
             keep_every_weights_only=config.checkpoint.keep_every_weights_only,
         ),
         stop=stop,
+    )
+
+
+def _make_sync(
+    request: Request, task: Task[Any, Any], model: CutModel[Any], process: Process, metrics: Metrics
+) -> InStep:
+    """Return what the replicas do for each other after a step; reach the others where they are apart."""
+    config, layout, island = task.config, model.mesh.layout, request.island
+    if strategy_of(config).kind != "outer":
+        return HeldBack(model.exchange, model.mesh, config.parallel.split)
+    if layout.dp_replicate > 1:
+        raise ConfigError(
+            f"sync.strategy = {config.sync.strategy} under {layout}: each replica is a world of its own, and "
+            f"these {process.world_size} processes were started as one",
+            hint="start them with `shoal train --nproc N`, without torchrun, mpirun or srun",
+        )
+    meeting = None
+    if island is not None:
+        same = {"runtime": Runtime(), "data": config.data.model_copy(update={"datasets": ()})}
+        facts = [to_toml(config.model_copy(update=same)), *(data.fingerprint for data in task.data.datasets)]
+        facts += [importlib.metadata.version(name) for name in ("shoal", "torch")]
+        plan = xxhash.xxh3_128_hexdigest("\n".join(facts).encode())
+        meeting = Meeting(island, process.rank, plan, config.runtime.timeout_s)
+    return OuterRounds(
+        model.named_weights(),
+        config.sync,
+        steps=config.train.steps,
+        replicas=layout.replicas,
+        meeting=meeting,
+        record=metrics.record_round,
+        incidents=request.run_dir / "incidents.jsonl" if process.rank == 0 else None,
     )
 
 

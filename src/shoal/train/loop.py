@@ -52,6 +52,7 @@ def _finish(job: Job, step: int) -> bool:
     """Save, wait for the commit, test the finished model; return False when the run is to be continued."""
     job.task.close()
     save(job, step)
+    job.sync.close()
     job.checkpoints.wait()
     done = step == job.config.train.steps
     if done and job.test is not None:

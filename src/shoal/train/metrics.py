@@ -34,9 +34,13 @@ class Metrics:
         process: Process,
         precision: Precision,
         clock: StepClock,
+        worlds: int = 1,
         traffic: Traffic | None = None,
     ) -> None:
-        """Record also what this rank sends for gradients, where `traffic` counts it."""
+        """Record also what this rank sends for gradients, where `traffic` counts it.
+
+        Rates are those of all `worlds` that train together, taken to be as fast as this one.
+        """
         self._path = run_dir / "metrics.jsonl"
         self._config = config = task.config
         self._process = process
@@ -47,7 +51,7 @@ class Metrics:
         self.rates = Rates(
             unit=task.data.unit,
             per_step=task.targets_per_step,
-            world_size=process.world_size,
+            world_size=process.world_size * worlds,
             flops_per_target=task.flops_per_target,
             matmul_flops=measured_flops(process.device, precision.dtype),
             peak_flops=peak_flops(process.device, precision.dtype),
@@ -122,6 +126,10 @@ class Metrics:
     def record_save(self, step: int, held_s: float) -> None:
         """Record for how long a save held training up."""
         self._write({"step": step, "save_held_s": held_s})
+
+    def record_round(self, step: int, **facts: Any) -> None:
+        """Record an exchange between replicas that train apart, when its outcome is in the weights."""
+        self._write({"step": step, **facts})
 
     def finish(self, *, complete: bool) -> None:
         """Close the sinks, draw the curve of a run that is complete, and say where things are."""

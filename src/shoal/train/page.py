@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.config import rules
 from shoal.config.load import differences
 from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
 from shoal.models.shape import ModelShape
 from shoal.parallel.tensor import local
 from shoal.runtime.device import has_fast_products
@@ -33,7 +34,7 @@ def print_page(job: Job) -> None:
 
 def _machine(job: Job) -> list[tuple[str, str]]:
     process, layout = job.process, job.model.mesh.layout
-    accumulation = rules.grad_accum_steps(job.config, layout.dp)
+    accumulation = rules.grad_accum_steps(job.config, layout.batch_parts)
     return [
         ("run", str(job.run_dir)),
         (
@@ -41,9 +42,17 @@ def _machine(job: Job) -> list[tuple[str, str]]:
             f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
             f"{job.config.train.micro_batch_size} {job.task.data.sample}(s) each",
         ),
+        *_sync(job),
         ("device", f"{process.device.name}, {job.precision.name}"),
         ("threads", f"{process.threads} per worker ({process.threads_reason})"),
     ]
+
+
+def _sync(job: Job) -> list[tuple[str, str]]:
+    if strategy_of(job.config).kind != "outer":
+        return []
+    sync, replicas = job.config.sync, job.model.mesh.layout.replicas
+    return [("sync", f"{sync.strategy}: {replicas} replicas agree on weights every {sync.every} steps")]
 
 
 def _model(job: Job) -> list[tuple[str, str]]:

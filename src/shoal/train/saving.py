@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.manifest import WEIGHTS, read_state, read_text, resolve_checkpoint, step_of
+from shoal.checkpoint.manifest import WEIGHTS, committed, read_state, read_text, resolve_checkpoint, step_of
 from shoal.config.load import to_toml
 from shoal.errors import CheckpointError, ConfigError, DataError
+from shoal.gradsync.rounds import KINDS
 from shoal.runtime.log import log
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
@@ -23,7 +24,7 @@ def resume(job: Job) -> int:
 
     Collective over the world.
     """
-    checkpoint = job.checkpoints.latest()
+    checkpoint = job.checkpoints.latest() or _of_first_replica(job)
     try:
         if checkpoint is not None:
             if job.request.init is not None:
@@ -36,6 +37,17 @@ def resume(job: Job) -> int:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
     return 0
+
+
+def _of_first_replica(job: Job) -> Path | None:
+    """Return the newest good checkpoint of the first replica, for another one that is new in its run."""
+    island = job.request.island
+    first = job.request.run_of_first / "checkpoints"
+    if island is None or not island.replica or not committed(first):
+        return None
+    checkpoint = resolve_checkpoint(first)
+    log.info(f"replica {island.replica} is new: it begins from {checkpoint}")
+    return checkpoint
 
 
 def _refuse_to_start_over(job: Job) -> None:
@@ -109,7 +121,8 @@ def _tensors(job: Job, *, saving: bool = False) -> dict[str, Tensor]:
     if not saving:
         return tensors
     tensors |= {f"sync.{name}": tensor for name, tensor in job.sync.tensors().items()}
-    skipped = tuple(f"{kind}.{name}" for kind in ("model", "optimizer") for name in job.model.elsewhere)
+    kinds = ("model", "optimizer", *(f"sync.{kind}" for kind in KINDS))
+    skipped = tuple(f"{kind}.{name}" for kind in kinds for name in job.model.elsewhere)
     return {name: t for name, t in tensors.items() if not name.startswith(skipped)}
 
 

@@ -1,0 +1,307 @@
+"""How replicas that are worlds of their own find each other: boards and notes in a store, a group to talk.
+
+Meetings have numbers. An island that comes to one leaves a note, and when all that are expected have, the
+first to say so writes the record: who takes part as a member, and who joins, having been elsewhere. All obey
+the record. An island whose beat stops is no longer expected. The ranks of an island meet the same ranks of
+the others; what they exchange counts if it went well for all of them, else there is another meeting with
+those who are left. So nobody waits for the dead, and all get the same.
+
+Keys: board<island>; here<number>.<island>, a note; record<number>; last, the newest record; done<number>, how
+many ranks have finished their exchange; verdict<number>.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shoal.comm.gloo_transport import GlooTransport
+from shoal.comm.transport import Traffic, Transport
+from shoal.errors import InputError, ShoalError
+from shoal.runtime.boards import Boards
+from shoal.runtime.islands import BEAT_S, LOST_S, Island, board_keys
+from shoal.runtime.log import log
+from shoal.runtime.network import choose_interface, is_loopback
+from shoal.runtime.rendezvous import connect
+
+_POLL_S = 0.01
+_FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still
+_TRANSFER_S = 60.0  # longest wait for one transfer
+_MAX_FAILURES = 5  # exchanges that fail one after the other
+T = TypeVar("T")
+Work = Callable[["Record", Transport | None], T]  # no transport: nobody else is there
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far an island is."""
+
+    rounds: int  # outer steps of any fragment
+    step: int
+    flight: tuple[int, int] | None = None  # the fragment under way, and the step after which it left
+
+
+@dataclass(frozen=True)
+class Note:
+    """What an island that comes to a meeting leaves there."""
+
+    mark: str  # of its start
+    plan: str  # digest of its settings and data
+    begun: bool  # it was at the meeting before
+    place: Place
+
+
+@dataclass(frozen=True)
+class Record:
+    """Who takes part in a meeting: island -> mark of its start; and how far the first member is."""
+
+    number: int
+    members: dict[str, str]
+    joiners: dict[str, str]
+    place: Place
+
+    @property
+    def present(self) -> list[int]:
+        """All islands of this meeting, the members first."""
+        return [int(name) for name in (*self.members, *self.joiners)]
+
+    def has(self, island: Island) -> bool:
+        """Say whether this start of an island takes part."""
+        name = str(island.replica)
+        return island.mark in (self.members.get(name), self.joiners.get(name))
+
+
+class Meeting:
+    """One rank's way to the same ranks of the other islands; rank 0 speaks for its island."""
+
+    def __init__(self, island: Island, rank: int, plan: str, patience_s: float) -> None:
+        """Reach the store. At the beginning all islands are waited for, but no longer than `patience_s`.
+
+        `plan` is what must be the same for all.
+        """
+        self.traffic = Traffic()
+        self._island, self._rank, self._plan = island, rank, plan
+        self._interface = choose_interface(island.host, across_hosts=not is_loopback(island.host))
+        self._store: dist.Store = connect(island.host, island.port)
+        self._until = time.monotonic() + patience_s
+        self._last: Record | None = None  # the meeting that this island comes from
+        self._group: tuple[list[int], Transport] | None = None
+        self._boards = Boards(
+            lambda: connect(island.host, island.port),
+            board_keys(island.replicas),
+            island.replica,
+            {"state": "joining", "mark": island.mark},
+            BEAT_S,
+        )
+        if rank == 0:
+            self._boards.start()
+
+    def enter(self, place: Place, take_over: Work[None]) -> Record:
+        """Begin with the others, or join those who have begun; return the record of how.
+
+        Where nobody trains, those of the most rounds are the members. Where there are joiners, all call
+        `take_over`, by which members tell them what they know. Collective over the island.
+        """
+        past, noted = -1, -1
+        while True:
+            record = self._read("last")
+            if record and record.number > past and record.has(self._island):
+                if not record.joiners or self._exchange(record, take_over) is not None:
+                    self._last = record
+                    self._boards.board["state"] = "training"
+                    return record
+                past = record.number
+            elif self._rank == 0:
+                self._refuse_if_all_are_done()
+                number = record.number + 1 if record else 0
+                if number != noted:
+                    self._leave_note(number, place)
+                noted = number
+                self._open(number)
+            time.sleep(_POLL_S)
+
+    def agree(self, place: Place, work: Work[T]) -> tuple[Record, T]:
+        """Meet, call `work` with the others, and return what it gave, once it went well for all of them.
+
+        Raises a LeftOut if they went on without this island. Collective over those who come.
+        """
+        for _ in range(_MAX_FAILURES):
+            record = self._last = self._come(place)
+            if record.present == [self._island.replica]:
+                return record, work(record, None)
+            if (result := self._exchange(record, work)) is not None:
+                return record, result[0]
+        raise ShoalError(
+            f"{_MAX_FAILURES} exchanges with other replicas failed, one after the other",
+            hint="see the logs of all replicas; check the network between them",
+        )
+
+    def leave(self) -> None:
+        """Tell the others not to wait any more."""
+        self._boards.board["state"] = "done"
+        self._boards.leave(LOST_S)
+
+    def _come(self, place: Place) -> Record:
+        """Leave a note and return the record of the next meeting."""
+        assert self._last is not None, "enter first"
+        number = self._last.number + 1
+        if self._rank == 0:
+            self._leave_note(number, place)
+        while (record := self._read(f"record{number}")) is None:
+            if self._rank == 0:
+                self._open(number)
+            time.sleep(_POLL_S)
+        if not record.has(self._island):
+            raise LeftOut(
+                f"the other replicas went on without this one, number {self._island.replica}: it was not "
+                f"heard for {LOST_S:g} s, or its exchange failed"
+            )
+        return record
+
+    def _leave_note(self, number: int, place: Place) -> None:
+        note = Note(self._island.mark, self._plan, self._last is not None, place)
+        self._store.set(f"here{number}.{self._island.replica}", json.dumps(asdict(note)))
+
+    def _open(self, number: int) -> None:
+        """Write the record of a meeting if all who are expected are here."""
+        if not self._may_open(number):
+            return
+        notes = {
+            k: note
+            for k in range(self._island.replicas)
+            if not self._is_gone(k) and (note := self._note(number, k))
+        }
+        self._refuse_other_plans(notes)
+        rounds = max(note.place.rounds for note in notes.values())
+        members = {k: note.mark for k, note in notes.items() if note.begun} or {
+            k: note.mark for k, note in notes.items() if note.place.rounds == rounds
+        }
+        joiners = {k: note.mark for k, note in notes.items() if k not in members}
+        named = [{str(k): mark for k, mark in found.items()} for found in (members, joiners)]
+        text = json.dumps(asdict(Record(number, *named, notes[min(members)].place)))
+        if self._store.compare_set(f"record{number}", "", text) == text.encode():
+            self._store.set("last", text)
+            self._clear(number - 2)
+
+    def _may_open(self, number: int) -> bool:
+        """Say whether all have come who were at the meeting before; who begins waits for all there are."""
+        if self._island.replica not in self._boards.told:
+            return False  # no board was read yet
+        others = [k for k in range(self._island.replicas) if k != self._island.replica]
+        states = {k: self._boards.told[k]["state"] for k in others if k in self._boards.told}
+        if self._last is not None:
+            expected = [k for k in self._last.present if k in others and self._is_as_in(self._last, k)]
+        elif any(state == "training" and not self._is_gone(k) for k, state in states.items()):
+            return False  # they will let this island in
+        else:
+            waiting = number == 0 and time.monotonic() < self._until
+            expected = [k for k in others if waiting or k in states]
+        return all(self._note(number, k) for k in expected if not self._is_gone(k))
+
+    def _exchange(self, record: Record, work: Work[T]) -> tuple[T] | None:
+        """Return what `work` gives; None where it did not go well for all. Collective over the present."""
+        result: tuple[T] | None = None
+        try:
+            result = (work(record, self._connect(record)),)
+            self._store.add(f"done{record.number}", 1)
+        except RuntimeError as error:  # gloo's and the store's: somebody went
+            log.info(f"an exchange with other replicas failed, and is done again: {error}")
+            self._store.compare_set(f"verdict{record.number}", "", "failed")
+        if self._verdict(record) == b"good":
+            assert result is not None, record
+            return result
+        self._group = None
+        return None
+
+    def _connect(self, record: Record) -> Transport:
+        """Make a group anew, or return that of the last meeting if the same islands came from there."""
+        if self._group is not None and self._group[0] == record.present and not record.joiners:
+            return self._group[1]
+        self._group = None
+        transport = GlooTransport(
+            dist.PrefixStore(f"group{record.number}.{self._rank}", self._store),
+            record.present.index(self._island.replica),
+            len(record.present),
+            interface=self._interface,
+            meet_s=LOST_S,
+            timeout_s=_TRANSFER_S,
+            traffic=self.traffic,
+        )
+        self._group = record.present, transport
+        return transport
+
+    def _verdict(self, record: Record) -> bytes:
+        """Wait until all ranks have finished, or one cannot; the first to see either says so for all."""
+        key, total = f"verdict{record.number}", len(record.present) * self._island.size
+        while not self._store.check([key]):
+            if self._store.add(f"done{record.number}", 0) == total:
+                self._store.compare_set(key, "", "good")
+            elif self._rank == 0 and any(self._is_gone(k) for k in record.present):
+                self._store.compare_set(key, "", "failed")
+            time.sleep(_POLL_S)
+        return bytes(self._store.get(key))
+
+    def _refuse_if_all_are_done(self) -> None:
+        states = [board["state"] for k, board in self._boards.told.items() if k != self._island.replica]
+        if "done" in states and not {"training", "joining"} & set(states):
+            raise ShoalError(
+                "all other replicas have ended: there is nobody to join",
+                hint="run the command of the whole run again to train on",
+            )
+
+    def _refuse_other_plans(self, notes: dict[int, Note]) -> None:
+        if other := [str(k) for k, note in notes.items() if note.plan != self._plan]:
+            raise InputError(
+                f"replica(s) {', '.join(other)} and replica {self._island.replica} have other settings, "
+                "data, or versions of shoal or torch",
+                hint="give every host the same command, installation and data",
+            )
+
+    def _is_gone(self, replica: int) -> bool:
+        """Say whether an island has ended, or was silent for too long, as far as this process can know."""
+        if replica == self._island.replica or replica not in self._boards.told:
+            return False
+        fresh = time.monotonic() - self._boards.reached < _FRESH_S
+        silent = fresh and self._boards.silent_s(replica) > LOST_S
+        return silent or self._boards.told[replica]["state"] in ("lost", "done")
+
+    def _is_as_in(self, record: Record, replica: int) -> bool:
+        """Say whether an island was not started again since a meeting."""
+        mark = self._boards.told.get(replica, {}).get("mark")
+        name = str(replica)
+        return mark in (None, record.members.get(name), record.joiners.get(name))
+
+    def _note(self, number: int, replica: int) -> Note | None:
+        """Return the note of an island, unless it was started again since."""
+        values = self._value(f"here{number}.{replica}")
+        if not values or self._boards.told.get(replica, {}).get("mark", values["mark"]) != values["mark"]:
+            return None
+        return Note(**{**values, "place": _place(values["place"])})
+
+    def _read(self, key: str) -> Record | None:
+        values = self._value(key)
+        return Record(**{**values, "place": _place(values["place"])}) if values else None
+
+    def _value(self, key: str) -> dict[str, Any] | None:
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _clear(self, number: int) -> None:
+        """Remove what nobody reads any more; records stay, for those who come too late."""
+        for k in range(self._island.replicas):
+            self._store.delete_key(f"here{number}.{k}")
+        for kind in ("done", "verdict"):
+            self._store.delete_key(f"{kind}{number}")
+
+
+class LeftOut(ShoalError):
+    """The others did not wait; this island has to start again to join them."""
+
+
+def _place(values: dict[str, Any]) -> Place:
+    flight = values["flight"]
+    return Place(values["rounds"], values["step"], tuple(flight) if flight else None)

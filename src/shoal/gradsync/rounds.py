@@ -1,0 +1,282 @@
+"""Replicas that train apart and agree on weights now and then; see gradsync.outer for how.
+
+What travels is the outer gradient, fragment by fragment. Each exchange runs in a thread, whether the replica
+waits for it at once or trains on meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.transport import Transport
+from shoal.config.sections import Sync
+from shoal.gradsync.after_step import InStep
+from shoal.gradsync.meeting import Meeting, Place, Record
+from shoal.gradsync.outer import Int8, Plain, average, due, fragments_of, mix, outer_sgd, pack, unpack
+from shoal.parallel.tensor import local
+from shoal.runtime.files import append_json
+from shoal.runtime.log import log
+from shoal.runtime.ring import mark
+
+_PROGRESS_S = 1.0  # how often a rank that waits says so: waiting for a slow replica is no hang
+KINDS = ("anchor", "momentum", "incoming")  # of tensors in a checkpoint
+
+
+@dataclass
+class Flight:
+    """A fragment whose exchange is under way."""
+
+    fragment: int
+    since: int  # the step after which it left
+    rows: Future[Tensor]  # the mean outer gradient
+
+    def wait(self) -> Tensor:
+        """Return the mean when it is there."""
+        while True:
+            try:
+                return self.rows.result(_PROGRESS_S)
+            except TimeoutError:
+                if self.rows.done():  # the exchange itself timed out
+                    raise
+                mark("meeting")
+
+
+class OuterRounds(InStep):
+    """One rank's part of a replica, which is a world of its own where there are others."""
+
+    def __init__(
+        self,
+        weights: dict[str, nn.Parameter],
+        sync: Sync,
+        *,
+        steps: int,
+        replicas: int,
+        meeting: Meeting | None,
+        record: Callable[..., None],
+        incidents: Path | None,
+    ) -> None:
+        """Take this rank's weights; `meeting` is None where there is one replica.
+
+        `record` takes a step and facts about an exchange; `incidents` is None on all ranks but one.
+        """
+        streaming = sync.strategy == "streaming_diloco"
+        self._overlap = sync.overlap if streaming else 0
+        self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
+        self._sgd = outer_sgd(sync, replicas)
+        self._codec = Int8(sync.block) if sync.int8 else Plain()
+        self._weights, self._every, self._steps = weights, sync.every, steps
+        self._replicas, self._meeting = replicas, meeting
+        self._record, self._incidents = record, incidents
+        self._anchors: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._incoming: dict[str, Tensor] = {}
+        self._taken = torch.empty(0)  # what a member told this rank as a joiner
+        self._rounds = 0
+        self._flight: Flight | None = None
+        self._present = set(range(replicas))
+        self._facts: dict[str, Any] = {}  # about the last exchange
+
+    @torch.no_grad()
+    def start(self, step: int) -> int:
+        """Meet the other replicas; return the step to go on from, which is theirs if they are ahead."""
+        if not self._anchors:
+            self._anchors = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        if not self._sgd.momentum:
+            self._momenta = {}
+        elif not self._momenta:
+            self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        if self._flight is not None:
+            incoming = [local(tensor) for tensor in self._incoming.values()]
+            self._flight.rows.set_result(pack(incoming, self._codec))
+        if self._meeting is None:
+            return step
+        flight = self._flight and (self._flight.fragment, self._flight.since)
+        record = self._meeting.enter(Place(self._rounds, step, flight), self._take_over)
+        if len(self._taken):
+            self._present = set(record.present)
+            return self._join(record.place)
+        self._notice(record, step)
+        return step
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """End the exchange that is due, and begin what is due; at the last step all replicas agree."""
+        if self._flight and (step >= self._flight.since + self._overlap or step == self._steps):
+            self._land(step)
+        self._exchange(step, due(step, self._every, len(self._fragments), self._steps))
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.leave()
+
+    def state(self) -> dict[str, Any]:
+        flight = self._flight and [self._flight.fragment, self._flight.since]
+        return {
+            "rounds": self._rounds,
+            "momentum": bool(self._momenta),
+            "fragments": len(self._fragments),
+            "flight": flight,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return anchor and momentum of each parameter, and the mean that a fragment under way will get."""
+        found = [self._anchors, self._momenta, self._arriving()]
+        return {
+            f"{kind}.{name}": t for kind, named in zip(KINDS, found, strict=True) for name, t in named.items()
+        }
+
+    def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Prepare for the tensors of a checkpoint; a fragment under way counts if fragments are the same."""
+        if "rounds" not in state:  # of a strategy that has no anchor
+            return {}
+        blank = {name: torch.empty_like(weight.detach()) for name, weight in self._weights.items()}
+        self._anchors, self._rounds = blank, int(state["rounds"])
+        if state["momentum"]:
+            self._momenta = {name: torch.empty_like(anchor) for name, anchor in blank.items()}
+        if state["flight"]:
+            fragment, since = map(int, state["flight"])
+            names = fragments_of(self._weights, int(state["fragments"]))[fragment]
+            self._incoming = {name: torch.empty_like(blank[name]) for name in names}
+            if int(state["fragments"]) == len(self._fragments):
+                self._flight = Flight(fragment, since, Future())
+        found = [self._anchors, self._momenta, self._incoming]
+        return {
+            f"{kind}.{name}": t for kind, named in zip(KINDS, found, strict=True) for name, t in named.items()
+        }
+
+    def _exchange(self, step: int, fragments: list[int]) -> None:
+        for fragment in fragments:
+            self._take_off(fragment, step)
+            if not self._overlap or step == self._steps:
+                self._land(step)
+
+    def _take_off(self, fragment: int, step: int) -> None:
+        """Begin to exchange how far this replica has moved from the anchor."""
+        names = self._fragments[fragment]
+        moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
+        rows, place = pack(moved, self._codec), Place(self._rounds, step, (fragment, step))
+        self._flight = Flight(fragment, step, in_thread(lambda: self._mean(rows, place)))
+
+    def _mean(self, rows: Tensor, place: Place) -> Tensor:
+        """Return the mean over the replicas that come. Runs in a thread. Collective over the replicas."""
+        if self._meeting is None:
+            return rows
+        sent = self._meeting.traffic.num_bytes
+        record, mean = self._meeting.agree(place, lambda *there: self._with_others(*there, rows))
+        self._notice(record, place.step)
+        count, sent = len(record.members), self._meeting.traffic.num_bytes - sent
+        self._facts = {"round": place.rounds + 1, "replicas": count, "sent_bytes": sent}
+        return mean
+
+    def _with_others(self, record: Record, transport: Transport | None, rows: Tensor) -> Tensor:
+        if transport is None:
+            return rows
+        if transport.rank < len(record.members):
+            rows = average(transport.group(range(len(record.members))), rows, self._codec)
+        self._tell(record, transport, rows)
+        return rows
+
+    def _tell(self, record: Record, transport: Transport, incoming: Tensor) -> None:
+        """Have the first member send all it knows to those who join."""
+        for joiner in range(len(record.members), transport.size) if transport.rank == 0 else ():
+            transport.send(torch.cat([*self._known(), incoming.flatten()]), joiner)
+
+    def _take_over(self, record: Record, transport: Transport | None) -> None:
+        """Exchange at the beginning, or as one who joins."""
+        assert transport is not None, record
+        if transport.rank < len(record.members):
+            self._tell(record, transport, self._flight.wait() if self._flight else torch.empty(0))
+            return
+        names = self._fragments[record.place.flight[0]] if record.place.flight else []
+        incoming = pack([local(self._anchors[name]) for name in names], self._codec)
+        self._taken = torch.cat([*self._known(), incoming.flatten()])
+        transport.recv(self._taken, 0)
+
+    def _join(self, place: Place) -> int:
+        """Become what the others are: their anchor and momentum, the anchor as weights."""
+        known = [local(tensor) for named in (self._anchors, self._momenta) for tensor in named.values()]
+        parts = self._taken.split(
+            [*(t.numel() for t in known), len(self._taken) - sum(t.numel() for t in known)]
+        )
+        for tensor, part in zip(known, parts, strict=False):
+            tensor.copy_(part.view_as(tensor))
+        for name, weight in self._weights.items():
+            local(weight).copy_(local(self._anchors[name]))
+        self._taken, self._rounds, self._flight = torch.empty(0), place.rounds, None
+        log.info(f"joined the other replicas at step {place.step}: weights and momentum are theirs")
+        if place.flight:
+            fragment, since = place.flight
+            rows: Future[Tensor] = Future()
+            rows.set_result(parts[-1].view(-1, self._codec.block))
+            self._flight = Flight(fragment, since, rows)
+            if place.step >= since + self._overlap or place.step == self._steps:
+                self._land(place.step)
+            fragments = due(place.step, self._every, len(self._fragments), self._steps)
+            self._exchange(place.step, [later for later in fragments if later > fragment])
+        return place.step
+
+    def _land(self, step: int) -> None:
+        """Take the outer step of the fragment under way, and its outcome into the weights."""
+        assert self._flight is not None, step
+        names = self._fragments[self._flight.fragment]
+        anchors = [local(self._anchors[name]) for name in names]
+        gradients = unpack(self._flight.wait(), anchors, self._codec)
+        for name, anchor, gradient in zip(names, anchors, gradients, strict=True):
+            momentum = local(self._momenta[name]) if self._momenta else None
+            self._sgd.step(anchor, momentum, gradient)
+            mix(local(self._weights[name]), anchor, step - self._flight.since)
+        self._rounds += 1
+        self._flight = None
+        self._record(step, **self._facts)
+
+    def _known(self) -> Iterator[Tensor]:
+        for named in (self._anchors, self._momenta):
+            for tensor in named.values():
+                yield local(tensor).flatten().cpu()
+
+    def _arriving(self) -> dict[str, Tensor]:
+        """Return the mean outer gradient of the fragment under way, by parameter, when it is there."""
+        if self._flight is None:
+            return {}
+        names = self._fragments[self._flight.fragment]
+        arriving = {name: torch.empty_like(self._anchors[name]) for name in names}
+        into = [local(tensor) for tensor in arriving.values()]
+        for tensor, part in zip(into, unpack(self._flight.wait(), into, self._codec), strict=True):
+            tensor.copy_(part)
+        return arriving
+
+    def _notice(self, record: Record, step: int) -> None:
+        """Say who is lost and who is back."""
+        present = set(record.present)
+        for replica in sorted(self._present - present):
+            self._report(step, f"replica {replica} is lost: {len(present)} of {self._replicas} go on")
+        for name in record.joiners:
+            self._report(step, f"replica {name} joins: {len(present)} of {self._replicas} go on")
+        self._present = present
+
+    def _report(self, step: int, sentence: str) -> None:
+        log.warning(f"step {step}: {sentence}")
+        if self._incidents is not None:
+            append_json(self._incidents, {"step": step, "kind": sentence, "action": "go"})
+
+
+def in_thread(work: Callable[[], Tensor]) -> Future[Tensor]:
+    """Call `work` in a thread that does not keep the process alive."""
+    future: Future[Tensor] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,240 @@
+"""Replicas that are worlds of their own: a launcher for each, started again when lost, and where they meet.
+
+An island is an ordinary `shoal train` with the processes of one replica. The first one has the run's folder,
+each other one RUN/replicas/N, with its screen in a file there. They are told their place by a variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError
+from shoal.runtime import network
+from shoal.runtime.boards import Boards
+from shoal.runtime.device import physical_cores
+from shoal.runtime.failure import Failure, first_cause
+from shoal.runtime.log import log, quieten_libraries, rank_folder
+from shoal.runtime.rendezvous import Place, connect, open_store
+from shoal.runtime.stop import SIGNALS
+
+LOST_S = 10.0  # silence after which an island is left out
+BEAT_S = 0.5
+_ISLAND = "SHOAL_ISLAND"
+_PERIOD_S = 0.1
+_AGAIN_S = 2.0  # before a new start: the workers of a killed launcher need a moment to end
+
+
+@dataclass(frozen=True)
+class Island:
+    """The place of a replica that is a world of its own."""
+
+    replica: int
+    replicas: int
+    size: int  # processes of each
+    host: str  # where the store is
+    port: int
+    mark: str  # of this start
+    launcher: int  # process id
+
+    def folder(self, run_dir: Path) -> Path:
+        """Return the run folder of this island."""
+        return island_folder(run_dir, self.replica)
+
+
+def read_island() -> Island | None:
+    """Return this process's island, if it was started as one."""
+    text = os.environ.get(_ISLAND)
+    return Island(**json.loads(text)) if text else None
+
+
+def island_folder(run_dir: Path, replica: int) -> Path:
+    """Return the run folder of a replica, given the run's."""
+    return run_dir / "replicas" / str(replica) if replica else run_dir
+
+
+def board_keys(replicas: int) -> list[str]:
+    """Return the keys under which islands tell that they are there."""
+    return [f"board{replica}" for replica in range(replicas)]
+
+
+class Archipelago:
+    """The islands of this host, each a child process in a session of its own."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run_dir: Path,
+        *,
+        replicas: int,
+        size: int,
+        nproc: int,
+        max_restarts: int,
+        place: Place,
+        timeout_s: float,
+    ) -> None:
+        """Prepare nproc / size replicas, each `shoal ARGUMENTS`; host or reach the store of `place`."""
+        if nproc % size:
+            raise ConfigError(
+                f"--nproc {nproc} with replicas of {size} processes: one would lie on two hosts",
+                hint=f"use --nproc {max(1, nproc // size) * size}",
+            )
+        self._arguments, self._run_dir = list(arguments), run_dir
+        self._replicas, self._size, self._max_restarts = replicas, size, max_restarts
+        self._address = network.resolve(place.host, place.port)
+        if place.nnodes > 1:
+            network.refuse_loopback(self._address, f"--rdzv {place.host}:{place.port}")
+        self._hosting = place.is_host(self._address)
+        self._store = open_store(place, self._address, timeout_s)
+        self._node = 0 if self._hosting else place.node or int(self._store.add("nodes", 1))
+        self._here = range(self._node * (nproc // size), (self._node + 1) * (nproc // size))
+        if self._here.stop > replicas:
+            raise ConfigError(
+                f"node {self._node} would have replicas {self._here.start} to {self._here.stop - 1} "
+                f"of {replicas}",
+                hint="give each host its own --node-rank, from 0, also when it comes back",
+            )
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._statuses: dict[int, int] = {}
+        self._restarts = dict.fromkeys(self._here, 0)
+        self._due: dict[int, float] = {}  # when a lost island is to be started again
+        self._stopping = False
+
+    def run(self) -> int:
+        """Start all, start again what is lost, and return shoal's exit status when all have ended."""
+        quieten_libraries()
+        log.info(
+            f"{self._replicas} replicas of {self._size} process(es) meet at {self._address}:"
+            f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
+            f"are in {self._run_dir / 'replicas'}"
+        )
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        for replica in self._here:
+            self._start(replica)
+        while self._children or self._due:
+            for replica, child in list(self._children.items()):
+                if (code := child.poll()) is not None:
+                    del self._children[replica]
+                    self._on_end(replica, code)
+            for replica in [r for r, when in self._due.items() if time.monotonic() > when]:
+                del self._due[replica]
+                self._start(replica)
+            time.sleep(_PERIOD_S)
+        self._wait_for_other_hosts()
+        return self._status()
+
+    def _start(self, replica: int) -> None:
+        folder = island_folder(self._run_dir, replica)
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(self._size):
+            (rank_folder(folder, rank) / "error.json").unlink(missing_ok=True)  # of an earlier start
+        island = Island(
+            replica,
+            self._replicas,
+            self._size,
+            self._address,
+            self._store.port,
+            uuid.uuid4().hex,
+            os.getpid(),
+        )
+        env = {**os.environ, _ISLAND: json.dumps(asdict(island)), **self._share(replica)}
+        command = [sys.executable, "-m", "shoal", *self._arguments]
+        with contextlib.ExitStack() as stack:
+            screen = stack.enter_context((folder / "screen").open("ab")) if replica else None
+            self._children[replica] = subprocess.Popen(
+                command, env=env, stdout=screen, stderr=screen, start_new_session=True
+            )
+
+    def _share(self, replica: int) -> dict[str, str]:
+        """Return the variables that give an island its share of this host's cores and GPUs."""
+        workers = len(self._here) * self._size
+        share = {"OMP_NUM_THREADS": str(max(1, physical_cores() // workers))}
+        share |= {name: os.environ[name] for name in share.keys() & os.environ.keys()}  # the user's wish
+        count = torch.cuda.device_count()
+        if count >= workers:
+            named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            devices = named.split(",") if named else [str(device) for device in range(count)]
+            first = (replica - self._here.start) * self._size
+            share["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + self._size])
+        return share
+
+    def _on_end(self, replica: int, code: int) -> None:
+        if self._stopping and code == -signal.SIGTERM:
+            code = EXIT_STOPPED  # before its first step: its last checkpoint stands
+        if code in (EXIT_DONE, EXIT_STOPPED):
+            self._statuses[replica] = code
+            return
+        self._store.set(board_keys(self._replicas)[replica], json.dumps({"state": "lost"}))
+        failure = self._failure(replica, code)
+        again = not (failure.fatal or self._stopping) and self._restarts[replica] < self._max_restarts
+        if again:
+            self._restarts[replica] += 1
+            self._due[replica] = time.monotonic() + _AGAIN_S
+            then = f"starting it again (restart {self._restarts[replica]} of {self._max_restarts})"
+        else:
+            self._statuses[replica] = failure.exit_code
+            then = "the others go on without it"
+        log.warning(f"replica {replica} is lost: {failure.sentence}\n  {then}")
+
+    def _failure(self, replica: int, code: int) -> Failure:
+        """Return why an island ended; the ranks of a launcher have left their errors."""
+        folder = island_folder(self._run_dir, replica)
+        told = [rank for rank in range(self._size) if (rank_folder(folder, rank) / "error.json").exists()]
+        return first_cause(folder, 0, dict.fromkeys(told if told and code > 0 else [0], code))
+
+    def _wait_for_other_hosts(self) -> None:
+        """Keep the store until the islands of all hosts are done with it, or silent."""
+        others = [replica for replica in range(self._replicas) if replica not in self._here]
+        if not self._hosting or not others:
+            return
+        address, port = self._address, self._store.port
+        boards = Boards(lambda: connect(address, port), board_keys(self._replicas), None, {}, BEAT_S)
+        boards.start()
+        until = time.monotonic() + LOST_S
+        while time.monotonic() < until or any(
+            boards.told.get(replica, {}).get("state") in ("joining", "training")
+            and boards.silent_s(replica) < LOST_S
+            for replica in others
+        ):
+            if all(boards.told.get(replica, {}).get("state") in ("done", "lost") for replica in others):
+                break
+            time.sleep(_PERIOD_S)
+        boards.leave(LOST_S)
+
+    def _status(self) -> int:
+        """Return the status of the first island; where it is lost, that of those that are not."""
+        statuses = [self._statuses[replica] for replica in self._here]
+        lost = [replica for replica in self._here if self._statuses[replica] not in (EXIT_DONE, EXIT_STOPPED)]
+        living = [replica for replica in self._here if replica not in lost]
+        if lost and living:
+            where = island_folder(self._run_dir, living[0])
+            log.warning(f"replica(s) {', '.join(map(str, lost))} did not come back; the result is in {where}")
+        if not living:
+            return statuses[0] if statuses else EXIT_FAILED
+        return self._statuses[living[0]]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again, self._stopping = self._stopping, True
+        for replica in self._due:
+            self._statuses[replica] = EXIT_STOPPED  # its last checkpoint stands
+        self._due.clear()
+        for child in list(self._children.values()):
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        if again:
+            os._exit(128 + number)
+        log.info(f"\n{signal.Signals(number).name}: all replicas finish their step and save")

@@ -1,0 +1,194 @@
+"""Who takes part in a round when islands come late, fall silent, fail in the middle, or come back."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from shoal.config.sections import Sync
+from shoal.errors import InputError, ShoalError
+from shoal.gradsync import meeting as meetings
+from shoal.gradsync.meeting import LeftOut, Place
+from tests.gradsync.islands import parameters, sea, together
+
+__all__ = ["sea"]  # a fixture
+DILOCO = Sync(strategy="diloco", every=2)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Leave islands out after a second and a half."""
+    monkeypatch.setattr(meetings, "LOST_S", 1.5)
+
+
+def fall_silent(meeting):
+    """Leave what a power cut leaves: a board that no longer changes."""
+    meeting._boards.leave(5)
+
+
+def nothing(record, transport):
+    return None
+
+
+def begin(sea):
+    """Return the meetings of all islands, begun."""
+    found = [sea.meeting(replica) for replica in range(sea.replicas)]
+    together(sea.replicas, lambda replica: found[replica].enter(Place(0, 0), nothing))
+    return found
+
+
+def test_an_island_that_falls_silent_is_left_out_and_the_record_says_who_came(sea, impatient):
+    there = sea(3)
+    found = begin(there)
+    fall_silent(found[2])
+    began = time.monotonic()
+    records = together(2, lambda replica: found[replica].agree(Place(0, 2), nothing)[0])
+    assert time.monotonic() - began < 10
+    assert [record.present for record in records] == [[0, 1], [0, 1]]
+    again = together(2, lambda replica: found[replica].agree(Place(1, 4), nothing)[0])
+    assert again[0].number == 2  # at once: nobody waits for it any more
+
+
+def test_one_that_wakes_up_finds_itself_left_out(sea, impatient):
+    there = sea(2)
+    first, second = begin(there)
+    fall_silent(second)
+    assert first.agree(Place(0, 2), nothing)[0].present == [0]
+    with pytest.raises(LeftOut, match=r"went on without this one, number 1: it was not heard for 1\.5 s"):
+        second.agree(Place(0, 2), nothing)
+
+
+def test_one_that_its_launcher_knows_to_be_lost_is_not_waited_for(sea):
+    there = sea(2)
+    first, second = begin(there)
+    fall_silent(second)
+    there.store.set("board1", json.dumps({"state": "lost"}))
+    began = time.monotonic()
+    assert first.agree(Place(0, 2), nothing)[0].present == [0]
+    assert time.monotonic() - began < 5
+
+
+def test_an_exchange_that_fails_for_one_counts_for_nobody_and_is_done_again(sea):
+    there = sea(3)
+    found = begin(there)
+    tries = [0, 0, 0]
+
+    def work(replica):
+        def exchange(record, transport):
+            tries[replica] += 1
+            if replica == 1 and tries[1] == 1:
+                raise RuntimeError("Connection closed by peer")
+            return record.number
+
+        return found[replica].agree(Place(0, 2), exchange)[1]
+
+    assert together(3, work) == [2, 2, 2]
+    assert tries == [2, 2, 2]
+
+
+def test_islands_wait_at_the_beginning_for_all_but_not_forever(sea):
+    there = sea(2)
+    record = there.meeting(0, patience_s=1).enter(Place(0, 0), nothing)
+    assert record.present == [0]
+
+
+def test_islands_with_other_settings_are_refused_by_name(sea):
+    there = sea(2)
+    found = [there.meeting(0, "one plan"), there.meeting(1, "another")]
+    caught = []
+
+    def work(replica):
+        try:
+            found[replica].enter(Place(0, 0), nothing)
+        except InputError as error:
+            caught.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(replica,), daemon=True) for replica in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(caught) == 2
+    assert "replica 0 have other settings, data, or versions" in "".join(caught).replace("replica(s) ", "")
+
+
+def test_there_is_nobody_to_join_when_all_have_ended(sea):
+    there = sea(2)
+    for meeting in begin(there):
+        meeting.leave()
+    with pytest.raises(ShoalError, match="all other replicas have ended"):
+        there.meeting(1).enter(Place(0, 0), nothing)
+
+
+def descend(replica, sync, weights, begin_at, until, pause=None):
+    for step in range(begin_at + 1, until + 1):
+        if pause:
+            pause(step)
+        for weight in weights.values():
+            weight.data -= 0.25 * (weight.data - replica)
+        sync.after_step(step)
+
+
+@pytest.mark.parametrize(
+    "settings", [DILOCO, Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1)]
+)
+def test_a_replica_that_comes_back_joins_in_the_next_round_with_anchor_momentum_and_step(sea, settings):
+    """The third one falls in step 5 of 20, and is back while the others are in step 9."""
+    there, steps = sea(3), 20
+    back = threading.Event()
+    ends = {}
+
+    def run(replica):
+        weights = parameters(blocks__0__up=[0.5], blocks__1__up=[-2.0])
+        sync = there.sync(replica, weights, steps, settings)
+        begin_at = sync.start(0)
+        if replica == 2:
+            descend(replica, sync, weights, begin_at, 4)
+            fall_silent(sync._meeting)
+            there.store.set("board2", json.dumps({"state": "lost"}))
+            weights = parameters(blocks__0__up=[99.0], blocks__1__up=[99.0])  # of an old checkpoint, say
+            until = time.monotonic() + 20
+            while all(facts["replicas"] == 3 for facts in there.rounds):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            sync = there.sync(2, weights, steps, settings)
+            back.set()
+            begin_at = sync.start(0)
+            assert begin_at == 10
+        else:
+            pause = lambda step: step == 9 and (back.wait(20), time.sleep(1))  # noqa: E731
+            descend(replica, sync, weights, begin_at, 10, pause)
+            begin_at = 10
+        descend(replica, sync, weights, begin_at, steps)
+        sync.close()
+        ends[replica] = {name: tensor.clone() for name, tensor in sync.tensors().items()}
+        ends[replica] |= {name: weight.detach() for name, weight in weights.items()}
+        return sync.state()["rounds"]
+
+    assert len({*together(3, run)}) == 1
+    for replica in (1, 2):
+        assert ends[replica].keys() == ends[0].keys()
+        for name, tensor in ends[0].items():
+            assert torch.equal(tensor, ends[replica][name]), name
+    present = [facts["replicas"] for facts in there.rounds]
+    assert present[0] == 3
+    assert 2 in present
+    assert present[-1] == 3
+
+
+def test_where_nobody_trains_the_one_that_is_ahead_tells_the_others(sea):
+    there = sea(2)
+
+    def run(replica):
+        weights = parameters(blocks__0__up=[float(replica)])
+        sync = there.sync(replica, weights, 10, DILOCO)
+        if replica == 1:  # resumed from a checkpoint after three rounds
+            tensors = sync.expect({"rounds": 3, "momentum": True, "fragments": 1, "flight": None})
+            for tensor in tensors.values():
+                tensor.fill_(7.0)
+        step = sync.start(7 if replica else 2)
+        return step, weights["blocks.0.up"].item(), sync.tensors()["momentum.blocks.0.up"].item()
+
+    assert together(2, run) == [(7, 7.0, 7.0), (7, 1.0, 7.0)]

@@ -1,0 +1,214 @@
+"""The outer step by identities in float64, and what travels for it."""
+
+import pytest
+import torch
+
+from shoal.comm.thread_transport import run_ranks
+from shoal.config.sections import Sync
+from shoal.gradsync.outer import (
+    Int8,
+    OuterSgd,
+    Plain,
+    average,
+    due,
+    fragments_of,
+    mix,
+    outer_sgd,
+    pack,
+    unpack,
+)
+from tests.gradsync.islands import parameters, sea, together
+
+__all__ = ["sea"]  # a fixture
+TARGETS = (1.0, -3.0, 8.0)  # each replica pulls its weight towards another value
+
+
+def train(make_sea, settings, replicas=2, steps=6, rate=0.25, names=("blocks.0.up", "blocks.1.up")):
+    """Let replicas descend (w - target)^2 / 2 by plain SGD; return each one's weights after each step."""
+    sea = make_sea(replicas)
+
+    def work(replica):
+        weights = parameters(**{name.replace(".", "__"): [0.5, -2.0] for name in names})
+        sync = sea.sync(replica, weights, steps, settings)
+        trace = []
+        for step in range(sync.start(0) + 1, steps + 1):
+            for weight in weights.values():
+                weight.data -= rate * (weight.data - TARGETS[replica])
+            sync.after_step(step)
+            trace.append({name: weight.detach().clone() for name, weight in weights.items()})
+        sync.close()
+        return trace
+
+    return together(replicas, work), sea
+
+
+def test_averaging_after_every_sgd_step_is_all_reduce_sgd(sea):
+    traces, _ = train(sea, Sync(strategy="model_averaging", every=1), replicas=3, steps=4)
+    weight = torch.tensor([0.5, -2.0], dtype=torch.float64)
+    for step in range(4):
+        weight -= 0.25 * sum(weight - target for target in TARGETS) / 3
+        for trace in traces:
+            torch.testing.assert_close(trace[step]["blocks.0.up"], weight, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lr", "momentum", "nesterov"),
+    [
+        (Sync(strategy="block_momentum", every=2), 1.0, 0.5, False),  # 1 - 1/2
+        (Sync(strategy="diloco", every=2, lr=0.5, momentum=0.25), 0.5, 0.25, True),
+        (Sync(strategy="diloco", every=3, lr=0.5, momentum=0.0), 0.5, 0.0, True),
+    ],
+)
+def test_the_outer_step_is_the_recursion_of_the_papers(sea, settings, lr, momentum, nesterov):
+    """All values are sums of powers of two, so every order of additions is exact."""
+    traces, _ = train(sea, settings)
+    anchor, velocity = 0.5, 0.0
+    for first in range(0, 6, settings.every):
+        ends = []
+        for target in TARGETS[:2]:
+            weight = anchor
+            for _ in range(settings.every):
+                weight -= 0.25 * (weight - target)
+            ends.append(weight)
+        gradient = anchor - (ends[0] + ends[1]) / 2
+        velocity = momentum * velocity + gradient
+        anchor -= lr * (gradient + momentum * velocity if nesterov else velocity)
+        for trace in traces:
+            assert trace[first + settings.every - 1]["blocks.1.up"][0].item() == anchor
+
+
+def test_between_agreements_replicas_are_apart(sea):
+    (first, second), there = train(sea, Sync(strategy="diloco", every=3))
+    apart = [not torch.equal(a["blocks.0.up"], b["blocks.0.up"]) for a, b in zip(first, second, strict=True)]
+    assert apart == [True, True, False, True, True, False]
+    size = 4 * 8
+    assert there.rounds == [{"step": 3 * n, "round": n, "replicas": 2, "sent_bytes": size} for n in (1, 2)]
+
+
+def test_a_rate_of_one_without_momentum_is_averaging(sea):
+    plain, _ = train(sea, Sync(strategy="model_averaging", every=2))
+    outer, _ = train(sea, Sync(strategy="diloco", every=2, lr=1.0, momentum=0.0))
+    assert same(plain, outer)
+
+
+def test_streaming_in_one_piece_without_overlap_is_diloco(sea):
+    whole, _ = train(sea, Sync(strategy="diloco", every=2))
+    streamed, _ = train(sea, Sync(strategy="streaming_diloco", every=2, fragments=1, overlap=0))
+    assert same(whole, streamed)
+
+
+def test_the_last_step_ends_with_all_agreed_though_no_round_is_due(sea):
+    traces, _ = train(sea, Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1), steps=7)
+    assert all(torch.equal(weight, traces[1][-1][name]) for name, weight in traces[0][-1].items())
+
+
+def test_one_replica_takes_outer_steps_by_itself(sea):
+    ((*_, last),), _ = train(sea, Sync(strategy="diloco", every=2, lr=0.5, momentum=0.0), replicas=1, steps=2)
+    moved = 0.5 - (0.5 - 0.25 * (0.5 - 1)) * 0.75 - 0.25  # by two steps towards 1
+    assert last["blocks.0.up"][0].item() == 0.5 - 0.5 * moved
+
+
+def test_fragments_agree_in_turn_and_half_of_what_was_learned_meanwhile_is_kept(sea):
+    traces, there = train(
+        sea, Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1, lr=1.0, momentum=0.0), steps=6
+    )
+    assert [round["step"] for round in there.rounds] == [3, 5, 6, 6]  # left after 2, 4; the last ones at once
+    early = traces[0][1]["blocks.1.up"], traces[1][1]["blocks.1.up"]  # after step 2, when it left
+    mean = (early[0] + early[1]) / 2
+    for replica, start in enumerate(early):
+        learned = start - 0.25 * (start - TARGETS[replica])
+        torch.testing.assert_close(
+            traces[replica][2]["blocks.1.up"], (learned + mean) / 2, rtol=1e-14, atol=0
+        )
+
+
+def same(left, right):
+    return all(
+        torch.equal(weight, b[name])
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
+        for name, weight in a.items()
+    )
+
+
+def test_defaults_are_those_of_the_papers():
+    assert outer_sgd(Sync(strategy="model_averaging"), 4) == OuterSgd(1.0, 0.0, nesterov=False)
+    assert outer_sgd(Sync(strategy="block_momentum"), 4) == OuterSgd(1.0, 0.75, nesterov=False)
+    assert outer_sgd(Sync(strategy="block_momentum"), 1) == OuterSgd(1.0, 0.0, nesterov=False)
+    for strategy in ("diloco", "streaming_diloco"):
+        assert outer_sgd(Sync(strategy=strategy), 4) == OuterSgd(0.7, 0.9, nesterov=True)
+
+
+def test_fragments_take_every_nth_block_and_leave_nothing_out():
+    names = ["embed.weight", "positions.weight", *(f"blocks.{n}.up" for n in range(5)), "norm.weight"]
+    assert fragments_of(names, 2) == [
+        ["embed.weight", "positions.weight", "blocks.0.up", "blocks.2.up", "blocks.4.up"],
+        ["blocks.1.up", "blocks.3.up", "norm.weight"],
+    ]
+    assert fragments_of(["a.weight", "a.bias", "b.weight", "c.weight"], 2) == [
+        ["a.weight", "a.bias", "c.weight"],
+        ["b.weight"],
+    ]
+
+
+def test_each_fragment_is_due_once_in_every_round_and_all_are_at_the_end():
+    assert [due(step, 6, 3, 13) for step in range(1, 14)] == [
+        [], [1], [], [2], [], [0], [], [1], [], [2], [], [0], [0, 1, 2],
+    ]  # fmt: skip
+
+
+def test_without_overlap_weights_become_the_anchor():
+    weights, anchor = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    mix(weights, anchor, 0)
+    assert torch.equal(weights, anchor)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_average_is_the_same_on_all_ranks_and_sends_two_nths(size):
+    values = torch.arange(60, dtype=torch.float64).view(60, 1)
+
+    def work(transport):
+        mean = average(transport, values * (transport.rank + 1), Plain())
+        return mean, transport.traffic.num_bytes
+
+    for mean, sent in run_ranks(size, work):
+        torch.testing.assert_close(mean, values * (size + 1) / 2, rtol=1e-15, atol=0)
+        assert sent == 2 * (size - 1) * values.nbytes // size
+
+
+def test_eight_bits_cost_a_quarter_and_err_by_at_most_a_step_of_the_scale():
+    torch.manual_seed(1)
+    tensors = [[torch.randn(100, 7), torch.randn(50) * 1e-4] for _ in range(3)]
+    codec = Int8(64)
+
+    def work(transport):
+        rows = pack(tensors[transport.rank], codec)
+        mean = average(transport, rows, codec)
+        return unpack(mean, tensors[0], codec), transport.traffic.num_bytes, rows.nbytes
+
+    results = run_ranks(3, work)
+    for number, expected in enumerate(sum(of_rank[n] for of_rank in tensors) / 3 for n in (0, 1)):
+        largest = max(of_rank[number].abs().max() for of_rank in tensors)
+        for means, sent, plain in results:
+            assert torch.equal(means[number], results[0][0][number])
+            assert (means[number] - expected).abs().max() <= largest / 127  # half a step, twice
+            assert sent < 0.27 * plain * 4 / 3 + 400
+
+
+def test_a_value_has_the_same_bits_wherever_it_stands():
+    """Ranks of a tensor-parallel replica hold norms alike, beside other parts of the rest."""
+    torch.manual_seed(2)
+    shared = [torch.randn(40) for _ in range(3)]
+
+    def work(transport, codec, before):
+        tensors = [torch.randn(before), shared[transport.rank], torch.randn(11)]
+        return unpack(average(transport, pack(tensors, codec), codec), tensors, codec)[1]
+
+    for codec in (Plain(), Int8(16)):
+        first, second = (run_ranks(3, lambda t, n=n, c=codec: work(t, c, n))[0] for n in (5, 77))
+        assert torch.equal(first, second)
+
+
+def test_a_block_of_zeros_travels_as_zeros():
+    codec = Int8(8)
+    assert torch.equal(codec.decode(codec.encode(torch.zeros(2, 8)), torch.float32), torch.zeros(2, 8))

@@ -1,0 +1,96 @@
+"""Replicas that train apart as users meet them: real launchers, a killed one, a stop, shards inside."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.tiny_dataset import random_dataset
+from tests.train.test_command import Running, same_weights, shoal, weights
+
+DILOCO = ("--sync.strategy", "diloco", "--train.micro_batch_size", "2", "--checkpoint.every", "0")
+DILOCO += ("--train.compile", "off")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_replicas_start_and_end_as_one_command_and_agree(data, tmp_path):
+    run = tmp_path / "run"
+    arguments = ("--nproc", "2", *DILOCO, "--sync.every", "2", "--train.steps", "4")
+    status, screen = shoal(data, run, *arguments)
+    assert status == 0, screen
+    assert re.search(r"2 replicas of 1 process\(es\) meet at 127\.0\.0\.1:\d+; here: 0, 1", screen)
+    assert "diloco: 2 replicas agree on weights every 2 steps" in screen
+    assert [line["step"] for line in lines(run) if "round" in line] == [2, 4]
+    assert same_weights(run, run / "replicas/1")
+
+
+@pytest.mark.proof
+def test_a_killed_replica_is_gone_without_and_comes_back_and_all_agree_at_the_end(data, tmp_path):
+    run = tmp_path / "run"
+    steps = ("--train.steps", "1000000", "--sync.every", "20", "--train.global_batch_size", "6")
+    job = Running(data, run, "--nproc", "3", *DILOCO, *steps)
+    job.wait_for_step(25, timeout=120)
+    os.kill(int((run / "replicas/2/ranks/rank-0/pid").read_text()), signal.SIGKILL)
+    incidents = run / "incidents.jsonl"
+    until = time.monotonic() + 120
+    while "replica 2 joins" not in (incidents.read_text() if incidents.exists() else ""):
+        assert time.monotonic() < until
+        assert job.process.poll() is None, job.end()[1]
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGTERM)
+    status, screen = job.end(120)
+    assert status == 75, screen
+    told = [json.loads(line) for line in incidents.read_text().splitlines()]
+    assert [line["kind"] for line in told[:2]] == [
+        "replica 2 is lost: 2 of 3 go on",
+        "replica 2 joins: 3 of 3 go on",
+    ]
+    assert "replica 2 is lost: rank 0 was killed by signal 9 (SIGKILL)" in screen
+    assert "starting it again (restart 1 of 3)" in screen
+    joined = (run / "replicas/2/screen").read_text()
+    assert f"joined the other replicas at step {told[1]['step']}: weights and momentum are theirs" in joined
+    present = [line["replicas"] for line in lines(run) if "round" in line]
+    assert 2 in present
+    last = max(int(path.name[-8:]) for path in run.glob("**/checkpoints/step-*"))
+    end = str((last // 20 + 2) * 20)
+    status, screen = shoal(data, run, "--nproc", "3", *DILOCO, *steps[2:], "--train.steps", end, timeout=120)
+    assert status == 0, screen
+    assert f"step {end}: test loss" in screen
+    for replica in ("1", "2"):
+        assert same_weights(run, run / "replicas" / replica)
+
+
+@pytest.mark.proof
+def test_shards_inside_and_drift_across_resume_bit_for_bit(data, tmp_path):
+    layout = ("--layout", "dp2*zero2x2", *DILOCO, "--sync.every", "2", "--train.steps", "6")
+    assert shoal(data, tmp_path / "whole", *layout, timeout=180)[0] == 0
+    status, screen = shoal(data, tmp_path / "parts", *layout, "--stop-after", "3", timeout=180)
+    assert status == 75, screen
+    assert shoal(data, tmp_path / "parts", *layout, timeout=180)[0] == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert same_weights(tmp_path / "parts", tmp_path / "parts/replicas/1")
+
+
+@pytest.mark.proof
+def test_a_bad_replica_is_told_with_its_number_and_the_others_finish(data, tmp_path):
+    run = tmp_path / "run"
+    (run / "replicas/1").mkdir(parents=True)
+    (run / "replicas/1/metrics.jsonl").mkdir()  # where a file should be
+    arguments = ("--nproc", "2", *DILOCO, "--sync.every", "2", "--train.steps", "4", "--max-restarts", "0")
+    status, screen = shoal(data, run, *arguments, timeout=120)
+    assert status == 0, screen
+    assert "replica 1 is lost: rank 0: " in screen
+    assert "the others go on without it" in screen
+    assert all(np.isfinite(weight).all() for weight in weights(run).values())
