@@ -81,9 +81,6 @@ def train(
     from shoal.runtime.log import quieten_libraries
 
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
-    from shoal.runtime.islands import read_island
-    from shoal.runtime.network import several_hosts
-    from shoal.runtime.process import read_seat
     from shoal.train.request import Request
 
     overrides = _given(settings, data, max_time, stop_after)
@@ -93,11 +90,7 @@ def train(
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
     request = Request(resolved, run_dir.absolute(), init, init_optimizer, words)
-    if (island := read_island()) is not None:
-        return _be_island(request.on(island))
-    if read_seat() is not None:
-        return _join(request, nproc, nnodes)
-    return _start(request, nproc, max_restarts, several_hosts(nnodes, rdzv, node_rank))
+    return _begin(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
 def parity(
@@ -140,6 +133,21 @@ def parity(
 
     resolved = load_config(config, _given(settings, data, None, None))
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
+
+
+def _begin(
+    request: Any, nproc: int | None, max_restarts: int | None, hosts: tuple[int, str | None, int | None]
+) -> int:
+    """Train as what this process was started for: an island, a rank, or by the user."""
+    from shoal.runtime.islands import read_island
+    from shoal.runtime.network import several_hosts
+    from shoal.runtime.process import read_seat
+
+    if (island := read_island()) is not None:
+        return _be_island(request.on(island))
+    if read_seat() is not None:
+        return _join(request, nproc, hosts[0])
+    return _start(request, nproc, max_restarts, several_hosts(*hosts))
 
 
 def _join(request: Any, nproc: int | None, nnodes: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,8 +37,8 @@ class GlooTransport(Transport):
         super().__init__(rank, size, traffic=traffic)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=meet_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # type: ignore[attr-defined]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:

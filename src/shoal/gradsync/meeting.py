@@ -182,8 +182,8 @@ class Meeting:
             k: note.mark for k, note in notes.items() if note.place.rounds == rounds
         }
         joiners = {k: note.mark for k, note in notes.items() if k not in members}
-        named = [{str(k): mark for k, mark in found.items()} for found in (members, joiners)]
-        text = json.dumps(asdict(Record(number, *named, notes[min(members)].place)))
+        place = notes[min(members)].place
+        text = json.dumps(asdict(Record(number, _named(members), _named(joiners), place)))
         if self._store.compare_set(f"record{number}", "", text) == text.encode():
             self._store.set("last", text)
             self._clear(number - 2)
@@ -300,6 +300,10 @@ class Meeting:
 
 class LeftOut(ShoalError):
     """The others did not wait; this island has to start again to join them."""
+
+
+def _named(marks: dict[int, str]) -> dict[str, str]:
+    return {str(replica): mark for replica, mark in marks.items()}
 
 
 def _place(values: dict[str, Any]) -> Place:

@@ -67,8 +67,8 @@ def mix(weights: Tensor, anchor: Tensor, overlap: int) -> None:
 def fragments_of(names: Collection[str], count: int) -> list[list[str]]:
     """Share parameters out by blocks, strided: block b to fragment b mod count.
 
-    What is no block goes to the first fragment if it lies before the blocks, else to the last one. In a network
-    without blocks, each layer counts as one.
+    What is no block goes to the first fragment if it lies before the blocks, else to the last one. In a
+    network without blocks, each layer counts as one.
     """
     fragments: list[list[str]] = [[] for _ in range(count)]
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))

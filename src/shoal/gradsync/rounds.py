@@ -98,7 +98,7 @@ class OuterRounds(InStep):
             self._flight.rows.set_result(pack(incoming, self._codec))
         if self._meeting is None:
             return step
-        flight = self._flight and (self._flight.fragment, self._flight.since)
+        flight = (self._flight.fragment, self._flight.since) if self._flight else None
         record = self._meeting.enter(Place(self._rounds, step, flight), self._take_over)
         if len(self._taken):
             self._present = set(record.present)
@@ -170,13 +170,13 @@ class OuterRounds(InStep):
         if self._meeting is None:
             return rows
         sent = self._meeting.traffic.num_bytes
-        record, mean = self._meeting.agree(place, lambda *there: self._with_others(*there, rows))
+        record, mean = self._meeting.agree(place, lambda *there: self._with_others(rows, *there))
         self._notice(record, place.step)
         count, sent = len(record.members), self._meeting.traffic.num_bytes - sent
         self._facts = {"round": place.rounds + 1, "replicas": count, "sent_bytes": sent}
         return mean
 
-    def _with_others(self, record: Record, transport: Transport | None, rows: Tensor) -> Tensor:
+    def _with_others(self, rows: Tensor, record: Record, transport: Transport | None) -> Tensor:
         if transport is None:
             return rows
         if transport.rank < len(record.members):
