@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from tests.tiny_dataset import random_dataset
-from tests.train.test_command import Running, same_weights, shoal, weights
+from tests.train.test_command import Running, command, same_weights, shoal, weights
+from tests.two_hosts import NAMES, two_hosts
+
+__all__ = ["two_hosts"]  # a fixture
 
 DILOCO = ("--sync.strategy", "diloco", "--train.micro_batch_size", "2", "--checkpoint.every", "0")
 DILOCO += ("--train.compile", "off")
@@ -94,3 +97,36 @@ def test_a_bad_replica_is_told_with_its_number_and_the_others_finish(data, tmp_p
     assert "replica 1 is lost: rank 0: " in screen
     assert "the others go on without it" in screen
     assert all(np.isfinite(weight).all() for weight in weights(run).values())
+
+
+@pytest.mark.proof
+def test_a_host_with_shards_inside_is_killed_and_comes_back(two_hosts, data, tmp_path):
+    options = ("--layout", "dp2*zero2x2", "--nnodes", "2", "--nproc", "2", *DILOCO, "--sync.every", "10")
+    job = {}
+
+    def start(name, *more):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        words = command(data, "run", *options, "--node-rank", str(NAMES.index(name)), *more)
+        job[name] = two_hosts.start(name, [*words, "--rdzv", two_hosts.rdzv], folder, OMP_NUM_THREADS="1")
+
+    def wait_for(text, path, timeout=180):
+        until = time.monotonic() + timeout
+        while text not in (path.read_text() if path.exists() else ""):
+            assert time.monotonic() < until, f"no {text!r} in time"
+            assert job["north"].poll() is None, job["north"].communicate()[0]
+            time.sleep(0.2)
+
+    north, south = tmp_path / "north/run", tmp_path / "south/run/replicas/1"
+    for name in NAMES:
+        start(name, "--train.steps", "100000")
+    wait_for('"step": 20, "round": 2, "replicas": 2', north / "metrics.jsonl")
+    two_hosts.kill("south")
+    wait_for("replica 1 is lost: 1 of 2 go on", north / "incidents.jsonl")
+    start("south", "--train.steps", "100000")
+    wait_for("replica 1 joins: 2 of 2 go on", north / "incidents.jsonl")
+    for name in NAMES:
+        job[name].send_signal(signal.SIGTERM)
+    ends = {name: job[name].communicate(timeout=120)[0] for name in NAMES}
+    assert [job[name].returncode for name in NAMES] == [75, 75], ends
+    assert "joined the other replicas at step" in (south / "screen").read_text()

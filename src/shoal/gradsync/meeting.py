@@ -298,8 +298,8 @@ class Meeting:
             self._store.delete_key(f"{kind}{number}")
 
 
-class LeftOut(ShoalError):
-    """The others did not wait; this island has to start again to join them."""
+class LeftOut(RuntimeError):
+    """The others did not wait; this island has to start again to join them, as its launcher has it do."""
 
 
 def _named(marks: dict[int, str]) -> dict[str, str]:
