@@ -28,6 +28,7 @@ from shoal.runtime.islands import BEAT_S, LOST_S, Island, board_keys
 from shoal.runtime.log import log
 from shoal.runtime.network import choose_interface, is_loopback
 from shoal.runtime.rendezvous import connect
+from shoal.runtime.ring import mark
 
 _POLL_S = 0.01
 _FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still
@@ -109,6 +110,7 @@ class Meeting:
         """
         past, noted = -1, -1
         while True:
+            mark("meeting")  # waiting for others is no hang
             record = self._read("last")
             if record and record.number > past and record.has(self._island):
                 if not record.joiners or self._exchange(record, take_over) is not None:
@@ -272,9 +274,9 @@ class Meeting:
 
     def _is_as_in(self, record: Record, replica: int) -> bool:
         """Say whether an island was not started again since a meeting."""
-        mark = self._boards.told.get(replica, {}).get("mark")
+        seen = self._boards.told.get(replica, {}).get("mark")
         name = str(replica)
-        return mark in (None, record.members.get(name), record.joiners.get(name))
+        return seen in (None, record.members.get(name), record.joiners.get(name))
 
     def _note(self, number: int, replica: int) -> Note | None:
         """Return the note of an island, unless it was started again since."""
