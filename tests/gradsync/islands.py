@@ -73,9 +73,8 @@ def parameters(**values: Any) -> dict[str, nn.Parameter]:
 
 
 @pytest.fixture
-def sea(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Sea]]:
+def sea() -> Iterator[Callable[[int], Sea]]:
     """Return a function that makes a sea of so many islands, and drain it after the test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # chosen here, it would stay for other tests
     made: list[Sea] = []
 
     def make(replicas: int) -> Sea:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -88,9 +87,7 @@ def run_island(run_dir: Path, values: dict[str, Any], replicas: int, port: int, 
     dist.destroy_process_group()
     store = dist.PrefixStore(f"world-{mark}-{replica}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # chosen by a meeting, it would stay
-        return run_training(island.folder(run_dir), values, island=island)
+    return run_training(island.folder(run_dir), values, island=island)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:

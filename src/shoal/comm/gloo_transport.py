@@ -25,19 +25,20 @@ class GlooTransport(Transport):
         rank: int,
         size: int,
         *,
-        interface: str,
+        address: str,
         meet_s: float,
         timeout_s: float,
         traffic: Traffic | None = None,
     ) -> None:
         """Connect to the others, who must come within `meet_s`; a transfer may take `timeout_s`.
 
+        `address` is this host's own, numeric, on the way to the others.
         RuntimeError where somebody does not come, or later goes.
         """
         super().__init__(rank, size, traffic=traffic)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=meet_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 

@@ -26,7 +26,7 @@ from shoal.errors import InputError, ShoalError
 from shoal.runtime.boards import Boards
 from shoal.runtime.islands import BEAT_S, LOST_S, Island, board_keys
 from shoal.runtime.log import log
-from shoal.runtime.network import choose_interface, is_loopback
+from shoal.runtime.network import address_towards
 from shoal.runtime.rendezvous import connect
 from shoal.runtime.ring import mark
 
@@ -87,7 +87,7 @@ class Meeting:
         """
         self.traffic = Traffic()
         self._island, self._rank, self._plan = island, rank, plan
-        self._interface = choose_interface(island.host, across_hosts=not is_loopback(island.host))
+        self._address = address_towards(island.host)  # an island itself may meet on loopback
         self._store: dist.Store = connect(island.host, island.port)
         self._until = time.monotonic() + patience_s
         self._last: Record | None = None  # the meeting that this island comes from
@@ -229,7 +229,7 @@ class Meeting:
             dist.PrefixStore(f"group{record.number}.{self._rank}", self._store),
             record.present.index(self._island.replica),
             len(record.present),
-            interface=self._interface,
+            address=self._address,
             meet_s=LOST_S,
             timeout_s=_TRANSFER_S,
             traffic=self.traffic,
