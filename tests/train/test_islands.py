@@ -66,7 +66,9 @@ def test_what_travels_is_the_model_once_in_every_round(apart, data, tmp_path, in
     assert same_weights(*results)
 
 
-@pytest.mark.parametrize("sync", [STREAMING, {"strategy": "block_momentum", "every": 2}])
+@pytest.mark.parametrize(
+    "sync", [STREAMING, pytest.param({"strategy": "block_momentum", "every": 2}, marks=pytest.mark.proof)]
+)
 def test_six_steps_are_some_and_a_restart_and_the_rest_bit_for_bit(apart, data, tmp_path, sync):
     """Streaming, the first part ends with a fragment under way, the second half a round later."""
     values = tiny_config(data, train={"steps": 6}, sync=sync)
@@ -86,7 +88,8 @@ def test_six_steps_are_some_and_a_restart_and_the_rest_bit_for_bit(apart, data, 
                 assert np.array_equal(moment, right["moments"][name][key]), (name, key)
 
 
-def test_more_and_fewer_replicas_go_on_and_so_does_any_other_strategy(pool, apart, data, tmp_path, capfd):
+@pytest.mark.proof
+def test_more_and_fewer_replicas_go_on_and_so_does_any_other_strategy(pool, apart, data, tmp_path):
     sync = {"strategy": "diloco", "every": 2}
     sizes = {"global_batch_size": 12, "micro_batch_size": 2}
     apart(tmp_path, tiny_config(data, train=sizes | {"steps": 4}, sync=sync), replicas=2)
