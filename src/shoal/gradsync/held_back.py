@@ -51,6 +51,7 @@ class HeldBack(InStep):
         With another number of replicas, replica r takes over what replicas r, r + n, r + 2n and so on have
         not sent yet: the sum stays. What another strategy or layout held back is dropped.
         """
+        state = state if "inner" in state else {}  # of replicas that train apart, which hold nothing back
         own = self._exchange.state()
         for tensor in own.values():
             tensor.zero_()
