@@ -11,8 +11,8 @@ from shoal.config.sections import Config, Sync
 from shoal.errors import ConfigError
 
 # exchange: gradients become the same on all replicas. owner: one replica updates a weight for all.
-# outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
-Kind = Literal["exchange", "owner", "outer", "asynchronous"]
+# outer: replicas train by themselves and agree on weights now and then.
+Kind = Literal["exchange", "owner", "outer"]
 _OUTER = ("every", "lr", "int8", "block")
 
 
@@ -40,7 +40,6 @@ STRATEGIES = {
     "block_momentum": Strategy("outer", False, (*_OUTER, "momentum")),
     "diloco": Strategy("outer", False, (*_OUTER, "momentum")),
     "streaming_diloco": Strategy("outer", False, (*_OUTER, "momentum", "fragments", "overlap")),
-    "async_sgd": Strategy("asynchronous", False, ("staleness",)),
 }
 
 
