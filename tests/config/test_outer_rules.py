@@ -23,8 +23,8 @@ def config(**sync):
             "use sync.every = 10, or more train.steps",
         ),
         (
-            {"strategy": "diloco", "block": 128},
-            "sync.block = 128 with sync.int8 = false: whole outer gradients travel",
+            {"strategy": "diloco", "block": 32},
+            "sync.block = 32 with sync.int8 = false: whole outer gradients travel",
             "set sync.int8 = true",
         ),
         (
