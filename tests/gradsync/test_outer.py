@@ -5,10 +5,9 @@ import torch
 
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.sections import Sync
+from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.outer import (
-    Int8,
     OuterSgd,
-    Plain,
     average,
     due,
     fragments_of,
@@ -165,10 +164,10 @@ def test_without_overlap_weights_become_the_anchor():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_an_average_is_the_same_on_all_ranks_and_sends_two_nths(size):
-    values = torch.arange(60, dtype=torch.float64).view(60, 1)
+    values = torch.arange(60, dtype=torch.float64)
 
     def work(transport):
-        mean = average(transport, values * (transport.rank + 1), Plain())
+        mean = average(transport, values * (transport.rank + 1), Plain(torch.float64))
         return mean, transport.traffic.num_bytes
 
     for mean, sent in run_ranks(size, work):
@@ -182,9 +181,9 @@ def test_eight_bits_cost_a_quarter_and_err_by_at_most_a_step_of_the_scale():
     codec = Int8(64)
 
     def work(transport):
-        rows = pack(tensors[transport.rank], codec)
-        mean = average(transport, rows, codec)
-        return unpack(mean, tensors[0], codec), transport.traffic.num_bytes, rows.nbytes
+        flat = pack(tensors[transport.rank], codec)
+        mean = average(transport, flat, codec)
+        return unpack(mean, tensors[0], codec), transport.traffic.num_bytes, flat.nbytes
 
     results = run_ranks(3, work)
     for number, expected in enumerate(sum(of_rank[n] for of_rank in tensors) / 3 for n in (0, 1)):
@@ -204,11 +203,6 @@ def test_a_value_has_the_same_bits_wherever_it_stands():
         tensors = [torch.randn(before), shared[transport.rank], torch.randn(11)]
         return unpack(average(transport, pack(tensors, codec), codec), tensors, codec)[1]
 
-    for codec in (Plain(), Int8(16)):
+    for codec in (Plain(torch.float32), Int8(16)):
         first, second = (run_ranks(3, lambda t, n=n, c=codec: work(t, c, n))[0] for n in (5, 77))
         assert torch.equal(first, second)
-
-
-def test_a_block_of_zeros_travels_as_zeros():
-    codec = Int8(8)
-    assert torch.equal(codec.decode(codec.encode(torch.zeros(2, 8)), torch.float32), torch.zeros(2, 8))

@@ -31,6 +31,25 @@ class Codec(Protocol):
         """Write what bytes stand for into a flat tensor."""
 
 
+class Plain:
+    """Values as they are."""
+
+    block = 1
+    feedback = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def num_bytes(self, numel: int) -> int:
+        return self._dtype.itemsize * numel
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.view(torch.uint8)
+
+    def decode(self, coded: Tensor, into: Tensor) -> None:
+        into.copy_(coded.view(self._dtype))
+
+
 class Bf16:
     """8 bits of precision for each value by itself; rounding is fair, so nothing need be remembered."""
 

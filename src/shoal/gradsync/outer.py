@@ -27,6 +27,8 @@ from torch import Tensor
 from shoal.comm.collectives import all_gather, all_to_all
 from shoal.comm.transport import Transport
 from shoal.config.sections import Sync
+from shoal.gradsync.codecs import Codec
+from shoal.gradsync.methods import shares_of
 
 _NESTEROV = ("diloco", "streaming_diloco")
 _KEPT = 0.5  # alpha: share of a replica's own weights where the exchange took some steps
@@ -91,72 +93,42 @@ def due(step: int, every: int, count: int, last: int) -> list[int]:
     return [number for number in range(count) if step % every == number * every // count]
 
 
-class Plain:
-    """Values travel as they are."""
-
-    block = 1
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return the bytes that stand for rows of values [n, block]."""
-        return values.reshape(-1).view(torch.uint8)
-
-    def decode(self, data: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows that some bytes stand for."""
-        return data.view(dtype).view(-1, self.block)
-
-
-class Int8:
-    """A row of values travels as whole numbers from -127 to 127 and one fp32 scale."""
-
-    def __init__(self, block: int) -> None:
-        self.block = block
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return the bytes that stand for rows of values [n, block]: all scales, then all numbers."""
-        scales = (values.abs().amax(1, keepdim=True) / 127).float()
-        numbers = (values / scales.clamp_min(torch.finfo(scales.dtype).tiny)).round().to(torch.int8)
-        return torch.cat([scales.view(-1).view(torch.uint8), numbers.view(-1).view(torch.uint8)])
-
-    def decode(self, data: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows that some bytes stand for."""
-        rows = data.numel() // (4 + self.block)
-        scales = data[: 4 * rows].clone().view(torch.float32).view(rows, 1)
-        return data[4 * rows :].view(torch.int8).view(rows, self.block).to(dtype) * scales.to(dtype)
-
-
-Codec = Plain | Int8
-
-
 def pack(tensors: Sequence[Tensor], codec: Codec) -> Tensor:
-    """Return tensors as rows [n, codec.block] in host memory; each begins a row, so that no two share one."""
+    """Return tensors as one flat one in host memory; each begins a block of the codec, which no two share."""
     padded = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % codec.block)) for t in tensors]
-    return torch.cat(padded).view(-1, codec.block).cpu() if padded else torch.zeros(0, codec.block)
+    return torch.cat(padded).cpu() if padded else torch.zeros(0)
 
 
-def unpack(rows: Tensor, like: Sequence[Tensor], codec: Codec) -> list[Tensor]:
+def unpack(flat: Tensor, like: Sequence[Tensor], codec: Codec) -> list[Tensor]:
     """Return what was packed, in the shapes and on the devices of `like`."""
-    parts = rows.view(-1).split([t.numel() + -t.numel() % codec.block for t in like]) if like else ()
+    parts = flat.split([t.numel() + -t.numel() % codec.block for t in like]) if like else ()
     return [
         part[: t.numel()].view(t.shape).to(t.device, t.dtype) for part, t in zip(parts, like, strict=True)
     ]
 
 
 @torch.no_grad()
-def average(transport: Transport, rows: Tensor, codec: Codec) -> Tensor:
-    """Return the mean of all ranks' rows [n, block], the same bits everywhere. Collective over the transport.
+def average(transport: Transport, flat: Tensor, codec: Codec) -> Tensor:
+    """Return the mean of all ranks' flat tensors, the same bits everywhere. Collective over the transport.
 
-    Each rank adds up an nth of the rows, in the order of the ranks, and sends its mean to all: 2 (n - 1) / n
-    of the encoded bytes are sent, as in a chunked ring, but a value's bits do not depend on its place. Values
-    are encoded twice: what each rank gives, and the mean.
+    Each rank adds up a share, in the order of the ranks, and sends its mean to all: 2 (n - 1) / n of the
+    encoded bytes are sent, as in a chunked ring, but a value's bits do not depend on its place. Values are
+    encoded twice: what each rank gives, and the mean.
     """
-    if transport.size == 1:
-        return rows
-    sent = [codec.encode(part) for part in rows.tensor_split(transport.size)]
-    arrived = [torch.empty_like(sent[transport.rank]) for _ in sent]
-    all_to_all(transport, arrived, sent)
-    total = codec.decode(arrived[0], rows.dtype).clone()
-    for data in arrived[1:]:
-        total.add_(codec.decode(data, rows.dtype))
-    outputs = [torch.empty_like(data) for data in sent]
-    all_gather(transport, outputs, codec.encode(total.div_(transport.size)))
-    return torch.cat([codec.decode(data, rows.dtype) for data in outputs])
+    size = transport.size
+    if size == 1:
+        return flat
+    shares, mean = shares_of(flat, size, codec.block), torch.empty_like(flat)
+    coded = [codec.encode(share) for share in shares]
+    arrived = [torch.empty_like(coded[transport.rank]) for _ in shares]
+    all_to_all(transport, arrived, coded)
+    total = torch.zeros_like(shares[transport.rank])
+    for data in arrived:
+        part = torch.empty_like(total)
+        codec.decode(data, part)
+        total.add_(part)
+    means = [torch.empty_like(data) for data in coded]
+    all_gather(transport, means, codec.encode(total.div_(size)))
+    for data, share in zip(means, shares_of(mean, size, codec.block), strict=True):
+        codec.decode(data, share)
+    return mean

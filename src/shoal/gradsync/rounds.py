@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from shoal.comm.transport import Transport
 from shoal.config.sections import Sync
 from shoal.gradsync.after_step import InStep
+from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.meeting import Meeting, Place, Record
-from shoal.gradsync.outer import Int8, Plain, average, due, fragments_of, mix, outer_sgd, pack, unpack
+from shoal.gradsync.outer import average, due, fragments_of, mix, outer_sgd, pack, unpack
 from shoal.parallel.tensor import local
 from shoal.runtime.files import append_json
 from shoal.runtime.log import log
@@ -36,15 +37,15 @@ class Flight:
 
     fragment: int
     since: int  # the step after which it left
-    rows: Future[Tensor]  # the mean outer gradient
+    mean: Future[Tensor]  # of the outer gradients
 
     def wait(self) -> Tensor:
         """Return the mean when it is there."""
         while True:
             try:
-                return self.rows.result(_PROGRESS_S)
+                return self.mean.result(_PROGRESS_S)
             except TimeoutError:
-                if self.rows.done():  # the exchange itself timed out
+                if self.mean.done():  # the exchange itself timed out
                     raise
                 mark("meeting")
 
@@ -71,7 +72,7 @@ class OuterRounds(InStep):
         self._overlap = sync.overlap if streaming else 0
         self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
         self._sgd = outer_sgd(sync, replicas)
-        self._codec = Int8(sync.block) if sync.int8 else Plain()
+        self._codec = Int8(sync.block) if sync.int8 else Plain(next(iter(weights.values())).dtype)
         self._weights, self._every, self._steps = weights, sync.every, steps
         self._replicas, self._meeting = replicas, meeting
         self._record, self._incidents = record, incidents
@@ -95,7 +96,7 @@ class OuterRounds(InStep):
             self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         if self._flight is not None:
             incoming = [local(tensor) for tensor in self._incoming.values()]
-            self._flight.rows.set_result(pack(incoming, self._codec))
+            self._flight.mean.set_result(pack(incoming, self._codec))
         if self._meeting is None:
             return step
         flight = (self._flight.fragment, self._flight.since) if self._flight else None
@@ -162,32 +163,32 @@ class OuterRounds(InStep):
         """Begin to exchange how far this replica has moved from the anchor."""
         names = self._fragments[fragment]
         moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
-        rows, place = pack(moved, self._codec), Place(self._rounds, step, (fragment, step))
-        self._flight = Flight(fragment, step, in_thread(lambda: self._mean(rows, place)))
+        flat, place = pack(moved, self._codec), Place(self._rounds, step, (fragment, step))
+        self._flight = Flight(fragment, step, in_thread(lambda: self._mean(flat, place)))
 
-    def _mean(self, rows: Tensor, place: Place) -> Tensor:
+    def _mean(self, flat: Tensor, place: Place) -> Tensor:
         """Return the mean over the replicas that come. Runs in a thread. Collective over the replicas."""
         if self._meeting is None:
-            return rows
+            return flat
         sent = self._meeting.traffic.num_bytes
-        record, mean = self._meeting.agree(place, lambda *there: self._with_others(rows, *there))
+        record, mean = self._meeting.agree(place, lambda *there: self._with_others(flat, *there))
         self._notice(record, place.step)
         count, sent = len(record.members), self._meeting.traffic.num_bytes - sent
         self._facts = {"round": place.rounds + 1, "replicas": count, "sent_bytes": sent}
         return mean
 
-    def _with_others(self, rows: Tensor, record: Record, transport: Transport | None) -> Tensor:
+    def _with_others(self, flat: Tensor, record: Record, transport: Transport | None) -> Tensor:
         if transport is None:
-            return rows
+            return flat
         if transport.rank < len(record.members):
-            rows = average(transport.group(range(len(record.members))), rows, self._codec)
-        self._tell(record, transport, rows)
-        return rows
+            flat = average(transport.group(range(len(record.members))), flat, self._codec)
+        self._tell(record, transport, flat)
+        return flat
 
     def _tell(self, record: Record, transport: Transport, incoming: Tensor) -> None:
         """Have the first member send all it knows to those who join."""
         for joiner in range(len(record.members), transport.size) if transport.rank == 0 else ():
-            transport.send(torch.cat([*self._known(), incoming.flatten()]), joiner)
+            transport.send(torch.cat([*self._known(), incoming]), joiner)
 
     def _take_over(self, record: Record, transport: Transport | None) -> None:
         """Exchange at the beginning, or as one who joins."""
@@ -197,7 +198,7 @@ class OuterRounds(InStep):
             return
         names = self._fragments[record.place.flight[0]] if record.place.flight else []
         incoming = pack([local(self._anchors[name]) for name in names], self._codec)
-        self._taken = torch.cat([*self._known(), incoming.flatten()])
+        self._taken = torch.cat([*self._known(), incoming])
         transport.recv(self._taken, 0)
 
     def _join(self, place: Place) -> int:
@@ -214,9 +215,9 @@ class OuterRounds(InStep):
         log.info(f"joined the other replicas at step {place.step}: weights and momentum are theirs")
         if place.flight:
             fragment, since = place.flight
-            rows: Future[Tensor] = Future()
-            rows.set_result(parts[-1].view(-1, self._codec.block))
-            self._flight = Flight(fragment, since, rows)
+            mean: Future[Tensor] = Future()
+            mean.set_result(parts[-1])
+            self._flight = Flight(fragment, since, mean)
             if place.step >= since + self._overlap or place.step == self._steps:
                 self._land(place.step)
             fragments = due(place.step, self._every, len(self._fragments), self._steps)
