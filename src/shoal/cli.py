@@ -330,6 +330,63 @@ def collectives(
     return command(nproc, transport, algorithms, sizes, dtype, json, plot)
 
 
+@bench.command
+def gradsync(
+    *,
+    strategies: tuple[str, ...] = (),
+    workers: tuple[int, ...] = (1, 2, 4),
+    networks: tuple[str, ...] = ("fcn-r", "lstm", "gpt"),
+    link: tuple[str, ...] = ("local",),
+    steps: int = 40,
+    global_batch_size: int = 0,
+    data: tuple[Path, ...] = (),
+    runs: Path | None = None,
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+    plot: Path | None = None,
+) -> int:
+    """Train with each way for replicas to agree: seconds a mini-batch, bytes, waiting, loss.
+
+    Each row of the tables is a `shoal train` of its own, with the same weights at the start, the same data
+    order and the same global batch. Times are medians; the first steps, and a strategy's warm-up, count for
+    neither times nor bytes. Loss is that of the validation data, after all steps and after as many seconds
+    as the fastest took. What the rules refuse stands in its table with the reason.
+    Exit status: 0 done, 1 a training failed, 2 bad input.
+
+    Example: shoal bench gradsync --networks gpt --workers 2 --strategies allreduce onebit diloco:every=20
+
+    Example: shoal bench gradsync --link local 100mbit --output gradsync.json --plot gradsync.png   (as root)
+
+    Parameters
+    ----------
+    strategies
+        Names of sync.strategy, each with settings if need be: powersgd:rank=2, diloco:every=50,int8=true.
+        All if left out. Not said: warmup_steps is a tenth of the steps, every a quarter, at most 100.
+    workers
+        Numbers of processes. One trains without strategies, for comparison.
+    networks
+        fcn-r (14M parameters), lstm (2M with the data made here), gpt (the preset tiny, 1M).
+    link
+        local: all on this host. 100mbit, 1gbit, ...: two hosts, made of network namespaces, with so much
+        between them each way; hosts: as much as there is. This takes root, ip and tc.
+    steps
+        Optimiser steps of each training.
+    global_batch_size
+        Samples a step, whatever the number of workers; 128, 64 and 16 for the three networks if left out.
+    data
+        A dataset for each network, in the same order, or one for all; small ones are made if left out.
+    runs
+        Keep the run folders here; the same command goes on with them where it was stopped.
+    output
+        Write the record to this file: machine, versions, every sample. It grows as trainings end.
+    plot
+        Draw loss over seconds a mini-batch, with bytes as area, into this PNG.
+    """
+    from shoal.bench.gradsync import Ask, command
+
+    ask = Ask(strategies, workers, networks, link, steps, global_batch_size, data, runs)
+    return command(ask, output, plot)
+
+
 @app.command
 def quickstart(*, output: Path = Path("quickstart")) -> None:
     """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery.

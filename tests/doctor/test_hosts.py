@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.doctor import hosts
 from tests.tiny_dataset import random_dataset
-from tests.two_hosts import NAMES, TwoHosts, two_hosts
+from tests.two_hosts import two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
+from shoal.bench.hosts import NAMES
 from tests.runtime.test_faults import LIMITS, SHAPE, SLEEP, faulty, told
 from tests.runtime.test_several_machines import Job
 from tests.tiny_dataset import random_dataset
 from tests.train.test_command import command
-from tests.two_hosts import NAMES, two_hosts
+from tests.two_hosts import two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.checkpoint.commands import gather_parts
 from shoal.errors import CheckpointError
 from shoal.infer.load import load_text_model
 from tests.tiny_dataset import random_dataset
 from tests.train.test_command import command, shoal
-from tests.two_hosts import NAMES, TwoHosts, two_hosts
+from tests.two_hosts import two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes and rates of links as people write them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def in_words(num_bytes: int) -> str:
     """Write a size with the largest unit that it reaches."""
     unit = next(unit for unit in ("GB", "MB", "KB", "B") if num_bytes >= _UNITS[unit] or unit == "B")
     return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+
+
+def parse_rate(words: str) -> float:
+    """Read 10mbit, 2.5gbit or 800kbit, where 1 kbit is 1,000 bits a second; return bytes a second.
+
+    Raises:
+        InputError: It is none of these, or 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg])bit", words.strip().lower())
+    rate = float(found[1]) * 1000 ** ("kmg".index(found[2]) + 1) / 8 if found else 0.0
+    if not rate:
+        raise InputError(f"{words!r} is no rate of a link", hint="write 100mbit, 2.5gbit or 800kbit")
+    return rate

@@ -1,0 +1,234 @@
+"""One place of a grid of trainings: a real `shoal train`, on this host or on two, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.bench.hosts import NAMES, TwoHosts
+from shoal.bench.measured import Measured, measured
+from shoal.comm.cost import all_reduce_cost
+from shoal.config.load import config_from_toml
+from shoal.config.sync_rules import STRATEGIES
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
+from shoal.runtime.files import write_json
+from shoal.tasks.choose import open_task
+from shoal.train.metrics import read_metrics
+
+_POLL_S = 0.3
+_PATIENCE_S = 30.0
+_TAIL_BYTES = 4096  # of metrics.jsonl, where its last line is
+_LAST_WORDS = 300  # of an error, in characters
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy with its settings."""
+
+    word: str  # as asked for: diloco, or diloco:every=50,int8=true
+    name: str
+    settings: dict[str, str]
+
+    @property
+    def period(self) -> int:
+        """Steps after which all repeats."""
+        return int(self.settings.get("every", 1))
+
+    @property
+    def warmup_steps(self) -> int:
+        return int(self.settings.get("warmup_steps", 0))
+
+
+def parse_way(word: str, steps: int) -> Way:
+    """Read a strategy and its settings; what a run of so many steps needs is added.
+
+    Raises:
+        InputError: There is no such strategy, or a setting has no value.
+    """
+    name, _, rest = word.partition(":")
+    if name not in STRATEGIES:
+        raise InputError(f"there is no strategy {name!r}", hint=nearest(name, STRATEGIES))
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    for key, _, value in pairs:
+        if not value:
+            raise InputError(
+                f"--strategies {word}: {key!r} has no value", hint="write diloco:every=50,lr=0.7"
+            )
+    settings = {key: value for key, _, value in pairs}
+    reads = STRATEGIES[name].reads
+    if "warmup_steps" in reads:
+        settings.setdefault("warmup_steps", str(steps // 10))
+    if "every" in reads:
+        every = int(settings.setdefault("every", str(max(1, min(100, steps // 4)))))
+        if "fragments" in reads:
+            parts = int(settings.setdefault("fragments", str(min(2, every))))
+            settings.setdefault("overlap", str(max(0, min(5, every // parts - 1))))
+    return Way(word, name, settings)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is trained, on what."""
+
+    name: str
+    config: str  # a preset or a file
+    data: Path
+    global_batch_size: int
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training with one strategy, number of workers and link."""
+
+    network: Network
+    way: Way
+    workers: int
+    link: str  # local; hosts: two of them, as fast as they are; or a rate
+    steps: int
+    layout: str = ""
+
+    @property
+    def name(self) -> str:
+        words = (self.network.name, f"x{self.workers}", self.layout, self.way.word, self.link)
+        return " ".join(word for word in words if word)
+
+    def words(self) -> list[str]:
+        """Return the arguments that do not depend on where this runs."""
+        batch = self.network.global_batch_size
+        settings = {
+            "train.steps": self.steps,
+            "train.global_batch_size": batch,
+            "train.micro_batch_size": max(1, batch // self.workers),
+            "eval.every": max(1, self.steps // 8),
+            "checkpoint.every": 0,
+            "train.compile": "off",
+            "sync.strategy": self.way.name,
+            **{f"sync.{name}": value for name, value in self.way.settings.items()},
+            **self.network.settings,
+        }
+        words = [self.network.config, "--data", str(self.network.data), "--max-restarts", "0"]
+        words += ["--layout", self.layout] if self.layout else []
+        return words + [f"--{name}={value}" for name, value in settings.items()]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a cell: what was measured, or why nothing was."""
+
+    cell: Cell
+    status: Literal["done", "refused", "failed"]
+    found: Measured | None = None
+    reason: str = ""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return everything that is known, as JSON values."""
+        cell, found = self.cell, self.found
+        record: dict[str, Any] = {
+            "network": cell.network.name,
+            "workers": cell.workers,
+            "link": cell.link,
+            "layout": cell.layout,
+            "strategy": cell.way.word,
+            "sync": cell.way.settings,
+            "global_batch_size": cell.network.global_batch_size,
+            "status": self.status,
+        }
+        if found is None:
+            return record | {"reason": self.reason}
+        summary = ("seconds_a_step", "bytes_a_step", "communication_share")
+        return record | {name: getattr(found, name) for name in summary} | asdict(found)
+
+
+def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> Outcome:
+    """Train, telling `watch` the steps done; what is already there is taken, what was begun goes on."""
+    run_dir, asked = folder / re.sub(r"[^\w.=]+", "-", cell.name), cell.words()
+    finished = run_dir / "cell.json"
+    if run_dir.exists() and _read_words(run_dir / "asked.json") != asked:
+        shutil.rmtree(run_dir)
+    if not finished.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(run_dir / "asked.json", asked)
+        status = _train(cell, run_dir, hosts, watch)
+        if status != EXIT_DONE:
+            kind: Literal["refused", "failed"] = "refused" if status == EXIT_BAD_INPUT else "failed"
+            return Outcome(cell, kind, reason=_why(run_dir))
+        write_json(finished, {"status": status})
+    return Outcome(cell, "done", _measure(cell, run_dir))
+
+
+def _read_words(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _train(cell: Cell, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> int:
+    """Run the command, on two hosts one half of the workers each; return the first status that is not 0."""
+    command = [sys.executable, "-m", "shoal", "train", *cell.words(), "--run-dir", str(run_dir)]
+    with contextlib.ExitStack() as stack:
+        screens = [stack.enter_context((run_dir / f"screen-{name}").open("w")) for name in NAMES]
+        if hosts is None:
+            command += ["--nproc", str(cell.workers)]
+            to = {"stdout": screens[0], "stderr": subprocess.STDOUT}
+            children = [subprocess.Popen(command, text=True, start_new_session=True, **to)]  # type: ignore[call-overload]
+            stack.callback(_end, children[0])
+        else:
+            command += ["--nproc", str(cell.workers // 2), "--nnodes", "2", "--rdzv", hosts.rdzv]
+            children = []
+            for name, screen in zip(NAMES, screens, strict=True):
+                stack.callback(hosts.kill, name)
+                children.append(hosts.start(name, command, stdout=screen))
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            watch(_steps_done(run_dir))
+            time.sleep(_POLL_S)
+        for child in children:  # after a failure the other host has something to say, too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_PATIENCE_S)
+        return next((code for code in codes if code), EXIT_DONE)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Kill a launcher, with which its ranks end."""
+    child.kill()
+    child.wait()
+
+
+def _steps_done(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        found = re.findall(rb'^{"step": (\d+)', file.read(), re.MULTILINE)
+    return int(found[-1]) if found else 0
+
+
+def _why(run_dir: Path) -> str:
+    """Return the error that a command ended with."""
+    for name in NAMES:
+        text = (run_dir / f"screen-{name}").read_text(errors="replace").strip()
+        if "error: " in text:
+            return " ".join(text.rpartition("error: ")[2].partition("\n  hint:")[0].split())[:_LAST_WORDS]
+    text = (run_dir / f"screen-{NAMES[0]}").read_text(errors="replace").strip()
+    return " ".join(text.rpartition("\n")[2].split())[-_LAST_WORDS:] or "it ended without a word"
+
+
+def _measure(cell: Cell, run_dir: Path) -> Measured:
+    by_formula = None
+    if (
+        cell.way.name == "allreduce" and not cell.layout
+    ):  # the back end's: a ring in chunks, with gloo and NCCL
+        config = config_from_toml((run_dir / "config.toml").read_text(), str(run_dir))
+        sent = 4 * open_task(config).num_parameters
+        by_formula = all_reduce_cost("chunked_ring", cell.workers, sent).num_bytes
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    way = cell.way
+    return measured(lines, warmup_steps=way.warmup_steps, period=way.period, by_formula=by_formula)

@@ -1,0 +1,295 @@
+"""`shoal bench gradsync`: what each way for replicas to agree costs and gives, on one trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from shoal.bench.cells import Cell, Network, Outcome, parse_way, run
+from shoal.bench.hosts import TwoHosts, why_not
+from shoal.bench.record import describe
+from shoal.bench.sizes import parse_rate
+from shoal.config.sync_rules import STRATEGIES
+from shoal.errors import InputError, ShoalError, nearest
+from shoal.runtime.files import write_json
+
+LOCAL, HOSTS = "local", "hosts"
+_BASE = "allreduce"
+_TEXT = ("stdlib", "--vocab-size", "2048", "--limit", "150", "--split", "90,10,0")
+_IMAGES = ("random-images", "--limit", "5000", "--split", "90,10,0")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A network that the bench knows: its configuration, and the data that is made where none is given."""
+
+    config: str
+    made_of: tuple[str, ...]
+    global_batch_size: int
+    eval_sequences: int
+
+
+NETWORKS = {
+    "fcn-r": Preset("fcn-r", _IMAGES, 128, 500),
+    "lstm": Preset("lstm", _TEXT, 64, 256),
+    "gpt": Preset("tiny", _TEXT, 16, 64),
+}
+# What is left out can be asked for; it says why it does not run.
+STANDARD = tuple(name for name, strategy in STRATEGIES.items() if strategy.kind != "asynchronous")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be measured."""
+
+    strategies: tuple[str, ...]  # none: all
+    workers: tuple[int, ...]
+    networks: tuple[str, ...]
+    links: tuple[str, ...]
+    steps: int
+    global_batch_size: int  # 0: the network's
+    data: tuple[Path, ...]  # none: made; else one for all networks, or one for each
+    runs: Path | None  # None: a folder that goes at the end
+
+
+def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
+    """Measure cell by cell; whatever ends this, say what was found so far. Return 1 where a cell failed."""
+    check(ask, output, plot)
+    outcomes: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_say, outcomes, ask, output, plot)
+        stack.enter_context(_ended_like_ctrl_c())
+        folder = ask.runs or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True))
+        )
+        cells = plan(ask, folder.absolute())
+        for outcome in measure(cells, folder.absolute()):
+            outcomes.append(outcome)
+            if output is not None:
+                write_json(output, report(outcomes, ask))
+    return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+def check(ask: Ask, output: Path | None, plot: Path | None) -> None:
+    """Raise an InputError for what cannot be measured, before anything is."""
+    for network in ask.networks:
+        if network not in NETWORKS:
+            raise InputError(f"there is no network {network!r}", hint=nearest(network, NETWORKS))
+    for word in ask.strategies:
+        parse_way(word, ask.steps)
+    for link in ask.links:
+        if link not in (LOCAL, HOSTS):
+            parse_rate(link)
+    if ask.steps < 4 or min(ask.workers) < 1:
+        raise InputError(
+            f"--steps {ask.steps} --workers {min(ask.workers)}: too few", hint="use 4 steps or more"
+        )
+    if len(ask.data) not in (0, 1, len(ask.networks)):
+        raise InputError(
+            f"--data names {len(ask.data)} datasets for {len(ask.networks)} networks",
+            hint="give one for each network, in the same order, or none: they are made",
+        )
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
+    for file in (output, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InputError(f"{file}: there is no such folder", hint="make it first")
+
+
+def plan(ask: Ask, folder: Path) -> list[Cell]:
+    """Return the cells, one worker by all-reduce alone and on one host: there is nobody to agree with."""
+    cells = []
+    for number, name in enumerate(ask.networks):
+        known = NETWORKS[name]
+        given = ask.data[min(number, len(ask.data) - 1)] if ask.data else None
+        data = given.absolute() if given else make_data(folder / "data", known.made_of)
+        batch = ask.global_batch_size or known.global_batch_size
+        settings = {"eval.sequences": str(known.eval_sequences)}
+        network = Network(name, known.config, data, batch, settings)
+        for workers in ask.workers:
+            for link in ask.links if workers > 1 else (LOCAL,):
+                words = (ask.strategies or STANDARD) if workers > 1 else (_BASE,)
+                cells += [
+                    Cell(network, parse_way(word, ask.steps), workers, link, ask.steps) for word in words
+                ]
+    return cells
+
+
+def make_data(folder: Path, made_of: tuple[str, ...]) -> Path:
+    """Prepare a small dataset, unless it is there."""
+    output = folder / made_of[0]
+    words = [sys.executable, "-m", "shoal", "prepare", *made_of, "--output", str(output)]
+    if not (output / "manifest.json").exists():
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ShoalError(
+                f"no data could be made: {done.stderr.strip()}", hint="name a dataset with --data"
+            )
+    return output
+
+
+def measure(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
+    """Run one cell after the other, those of a link together; say on the terminal what runs."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar, done = progress.add_task("starting", total=sum(cell.steps for cell in cells)), 0
+        for link in dict.fromkeys(cell.link for cell in cells):
+            with _hosts(link) as (hosts, reason):
+                for cell in (cell for cell in cells if cell.link == link):
+                    progress.update(bar, description=cell.name, completed=done)
+                    uneven = "" if hosts is None or cell.workers % 2 == 0 else "two hosts need an even number"
+                    if why := reason or uneven:
+                        yield Outcome(cell, "refused", reason=why)
+                    else:
+                        yield run(cell, folder, hosts, partial(_show, progress, bar, done))
+                    done += cell.steps
+
+
+def _show(progress: Progress, bar: TaskID, before: int, step: int) -> None:
+    progress.update(bar, completed=before + step)
+
+
+@contextlib.contextmanager
+def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
+    """Yield the hosts of a link, or why there are none; neither where workers are on this one."""
+    rate = 0.0 if link in (LOCAL, HOSTS) else parse_rate(link)
+    if link == LOCAL:
+        yield None, ""
+    elif reason := why_not(shaped=bool(rate)):
+        yield None, reason
+    else:
+        try:
+            hosts = TwoHosts(rate)
+        except subprocess.CalledProcessError as error:
+            yield None, f"this system makes no such link: {error.stderr.strip()}"
+            return
+        with hosts:
+            yield hosts, ""
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM end the children as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def report(outcomes: Sequence[Outcome], ask: Ask) -> dict[str, Any]:
+    """Return the record, with every sample."""
+    asked = {"steps": ask.steps, "links": ask.links, "workers": ask.workers, "networks": ask.networks}
+    return {**describe("gradsync"), "asked": asked, "cells": [outcome.as_record() for outcome in outcomes]}
+
+
+def _say(outcomes: Sequence[Outcome], ask: Ask, output: Path | None, plot: Path | None) -> None:
+    for table in tables(outcomes):
+        Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if outcomes and plot is not None:
+        draw(outcomes, plot)
+
+
+def groups(outcomes: Sequence[Outcome]) -> dict[tuple[str, int, str], list[Outcome]]:
+    """Return what can be compared: network, workers and link -> outcomes."""
+    found: dict[tuple[str, int, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        cell = outcome.cell
+        found.setdefault((cell.network.name, cell.workers, cell.link), []).append(outcome)
+    return found
+
+
+def tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
+    """Yield a table for each network, number of workers and link."""
+    for (network, workers, link), group in groups(outcomes).items():
+        yield _table(network, workers, link, group)
+
+
+def _table(network: str, workers: int, link: str, group: Sequence[Outcome]) -> Table:
+    batch, steps = group[0].cell.network.global_batch_size, group[0].cell.steps
+    done = [outcome.found for outcome in group if outcome.found]
+    shortest = min((found.total_s for found in done), default=0.0)
+    base = next((o.found.seconds_a_step for o in group if o.found and o.cell.way.name == _BASE), None)
+    where = "one host" if link == LOCAL else "two hosts" + (f", {link} between them" if link != HOSTS else "")
+    several = f"{workers} workers on {where}" if workers > 1 else "1 worker"
+    table = Table(
+        title=f"{network}: {several}, {batch} samples a mini-batch",
+        caption="~ by the formula of a ring in chunks, as the back end's own sum is not counted"
+        if any(found.sync_bytes and not found.counted for found in done) and workers > 1
+        else None,
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    losses = (f"loss, {steps} steps", f"loss, {shortest:.3g} s")
+    for heading in ("strategy", "s/mini-batch", "speed", "MB/step", "waiting", *losses):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for outcome in group:
+        if (found := outcome.found) is None:
+            table.add_row(f"{outcome.cell.way.word}\n  [dim]{outcome.status}: {outcome.reason}[/]")
+            continue
+        sent = found.bytes_a_step
+        table.add_row(
+            outcome.cell.way.word,
+            f"{found.seconds_a_step:.4f}",
+            "" if base is None else f"{base / found.seconds_a_step:.2f}x",
+            "?" if sent is None else f"{'' if found.counted else '~'}{sent / 1e6:.4g}",
+            f"{found.communication_share:.0%}",
+            f"{found.curve[-1].loss:.4f}",
+            f"{found.loss_after(shortest):.4f}",
+        )
+    return table
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both."""
+    from matplotlib.figure import Figure
+
+    shown = {key: [o for o in group if o.found] for key, group in groups(outcomes).items()}
+    shown = {key: group for key, group in shown.items() if group}
+    if not shown:
+        return
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
+    for place, ((network, workers, link), group) in enumerate(shown.items(), 1):
+        title = f"{network}, {workers} worker(s), {link}"
+        axes = figure.add_subplot(rows, columns, place, title=title)
+        axes.set(xlabel="seconds a mini-batch", ylabel=f"loss after {group[0].cell.steps} steps")
+        points = [(o.found.seconds_a_step, o.found.curve[-1].loss) for o in group if o.found]
+        most = max(o.found.bytes_a_step or 0 for o in group if o.found) or 1
+        areas = [20 + 400 * (o.found.bytes_a_step or 0) / most for o in group if o.found]
+        axes.scatter(*zip(*points, strict=True), s=areas, alpha=0.5)
+        for outcome, point in zip(group, points, strict=True):
+            axes.annotate(outcome.cell.way.word, point, fontsize=7)
+        axes.plot(*zip(*pareto(points), strict=True), linewidth=0.8, linestyle="--", color="grey")
+        axes.grid(alpha=0.3)
+    figure.suptitle("area: bytes a step; dashed: nothing is both faster and better")
+    figure.savefig(path, dpi=120)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other one beats in both values, by the first one."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
