@@ -73,6 +73,9 @@ def check(ranks, expected):
 def test_training_is_that_of_plain_all_reduce(pool, data, plain, tmp_path, strategy, size):
     ranks = pool.run(run_training, size, tmp_path, values_of(data, strategy), timeout=180)
     check(ranks, plain(size))
+    sent = {line.get("sync_bytes") for line in ranks[0]["lines"] if "seconds" in line}
+    assert sent == {(size - 1) * sum(weight.nbytes for weight in ranks[0]["weights"].values())} or size > 2
+    assert not any("sync_bytes" in line for line in plain(size)["lines"])  # the back end's: nobody counts
     every = set(ranks[0]["weights"])
     with_state = [{name for name, state in rank["moments"].items() if state} for rank in ranks]
     if strategy == "device_sharded":

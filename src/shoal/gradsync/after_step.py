@@ -6,9 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.comm.transport import Traffic
+
 
 class InStep:
     """Replicas that take the same step need nothing. Strategies after the step replace what they need."""
+
+    traffic: Traffic | None = None  # what this rank has sent to agree, where it is counted
 
     def start(self, step: int) -> int:
         """Begin when `step` steps are done here; return how many are then. Collective over the replicas."""

@@ -24,6 +24,7 @@ class HeldBack(InStep):
     def __init__(self, exchange: Exchange, mesh: Mesh, split: tuple[int, ...]) -> None:
         """Take a rank's exchange and place; `split` is the layers of each pipeline part, if given."""
         self._exchange = exchange
+        self.traffic = exchange.traffic
         self._mesh = mesh
         self._inner = " ".join(map(str, (replace(mesh.layout, dp_replicate=1), *split)))
         self._added: list[tuple[Tensor, Tensor]] = []

@@ -51,6 +51,7 @@ class Owners(InStep):
         """Take weights, the same on all ranks, and lay them out anew; gradients travel as `dtype`."""
         self._way = _WAYS[strategy]
         self.transport = transport
+        self.traffic = transport.traffic
         self._dtype = dtype
         self.shares = share_out(weights, transport.size) if self._way.shared else [weights]
         self.shares += [{} for _ in range(transport.size - len(self.shares))]

@@ -75,6 +75,7 @@ class OuterRounds(InStep):
         self._codec = Int8(sync.block) if sync.int8 else Plain(next(iter(weights.values())).dtype)
         self._weights, self._every, self._steps = weights, sync.every, steps
         self._replicas, self._meeting = replicas, meeting
+        self.traffic = meeting.traffic if meeting else None
         self._record, self._incidents = record, incidents
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}

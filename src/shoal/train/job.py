@@ -88,9 +88,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     place = first + mesh.dp_rank, layout.batch_parts, layout.islands
     task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
-    metrics = Metrics(
-        request.run_dir, task, process, precision, clock, layout.islands, model.exchange.traffic
-    )
+    metrics = Metrics(request.run_dir, task, process, precision, clock, layout.islands)
     return Job(
         request=request,
         config=config,

@@ -15,7 +15,7 @@ def train(job: Job) -> bool:
     Collective over the world.
     """
     step = start = job.sync.start(resume(job))
-    job.metrics.start(start)
+    job.metrics.start(start, job.sync.traffic)
     if job.evaluation_pending:
         validate(job, start)
         if job.evaluation_pending:  # stopped again before it was done

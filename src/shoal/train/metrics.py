@@ -35,18 +35,12 @@ class Metrics:
         precision: Precision,
         clock: StepClock,
         worlds: int = 1,
-        traffic: Traffic | None = None,
     ) -> None:
-        """Record also what this rank sends for gradients, where `traffic` counts it.
-
-        Rates are those of all `worlds` that train together, taken to be as fast as this one.
-        """
+        """Begin; rates are those of all `worlds` that train together, taken to be as fast as this one."""
         self._path = run_dir / "metrics.jsonl"
         self._config = config = task.config
         self._process = process
         self._clock = clock
-        self._traffic = traffic
-        self._sent_bytes = traffic.num_bytes if traffic else 0
         self._sinks = Sinks(config.train.sinks if process.rank == 0 else (), config, run_dir)
         self.rates = Rates(
             unit=task.data.unit,
@@ -57,9 +51,15 @@ class Metrics:
             peak_flops=peak_flops(process.device, precision.dtype),
         )
         self.last_loss: float | None = None
+        self._traffic: Traffic | None = None
+        self._sent_bytes = 0
 
-    def start(self, step: int) -> None:
-        """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks."""
+    def start(self, step: int, traffic: Traffic | None) -> None:
+        """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks.
+
+        Each step from here on records what this rank has sent to agree with others, where `traffic` counts.
+        """
+        self._traffic, self._sent_bytes = traffic, traffic.num_bytes if traffic else 0
         if self._process.rank == 0 and self._path.exists():
             kept = [
                 line for line in read_metrics(self._path) if line["step"] <= step and "test_loss" not in line
@@ -90,8 +90,8 @@ class Metrics:
             **{f"{name}_s": value for name, value in self._clock.phases.items()},
         }
         if self._traffic is not None:
-            line["sync_bytes"] = self._traffic.num_bytes - self._sent_bytes
-            self._sent_bytes = self._traffic.num_bytes
+            sent, self._sent_bytes = self._sent_bytes, self._traffic.num_bytes
+            line["sync_bytes"] = self._sent_bytes - sent
         if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
             line |= self.rates.take()
             line |= self._by_rank(line)
