@@ -17,7 +17,7 @@ from typing import Any, Literal
 from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.bench.measured import Measured, measured
 from shoal.comm.cost import all_reduce_cost
-from shoal.config.load import config_from_toml
+from shoal.config.load import config_from_toml, validate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
 from shoal.runtime.files import write_json
@@ -36,7 +36,7 @@ class Way:
 
     word: str  # as asked for: diloco, or diloco:every=50,int8=true
     name: str
-    settings: dict[str, str]
+    settings: dict[str, Any]
 
     @property
     def period(self) -> int:
@@ -52,26 +52,21 @@ def parse_way(word: str, steps: int) -> Way:
     """Read a strategy and its settings; what a run of so many steps needs is added.
 
     Raises:
-        InputError: There is no such strategy, or a setting has no value.
+        InputError: There is no such strategy or setting, or a value is not allowed.
     """
     name, _, rest = word.partition(":")
     if name not in STRATEGIES:
         raise InputError(f"there is no strategy {name!r}", hint=nearest(name, STRATEGIES))
-    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
-    for key, _, value in pairs:
-        if not value:
-            raise InputError(
-                f"--strategies {word}: {key!r} has no value", hint="write diloco:every=50,lr=0.7"
-            )
-    settings = {key: value for key, _, value in pairs}
-    reads = STRATEGIES[name].reads
+    given = {key: value for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
+    sync = validate({"sync": {"strategy": name, **given}}, f"--strategies {word}").sync
+    reads, settings = STRATEGIES[name].reads, {key: getattr(sync, key) for key in given}
     if "warmup_steps" in reads:
-        settings.setdefault("warmup_steps", str(steps // 10))
+        settings.setdefault("warmup_steps", steps // 10)
     if "every" in reads:
-        every = int(settings.setdefault("every", str(max(1, min(100, steps // 4)))))
+        every = settings.setdefault("every", max(1, min(100, steps // 4)))
         if "fragments" in reads:
-            parts = int(settings.setdefault("fragments", str(min(2, every))))
-            settings.setdefault("overlap", str(max(0, min(5, every // parts - 1))))
+            between = every // settings.setdefault("fragments", min(2, every))
+            settings.setdefault("overlap", max(0, min(5, between - 1)))
     return Way(word, name, settings)
 
 
@@ -113,7 +108,7 @@ class Cell:
             "checkpoint.every": 0,
             "train.compile": "off",
             "sync.strategy": self.way.name,
-            **{f"sync.{name}": value for name, value in self.way.settings.items()},
+            **{f"sync.{name}": str(value).lower() for name, value in self.way.settings.items()},
             **self.network.settings,
         }
         words = [self.network.config, "--data", str(self.network.data), "--max-restarts", "0"]

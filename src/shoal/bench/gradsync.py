@@ -231,11 +231,13 @@ def _table(network: str, workers: int, link: str, group: Sequence[Outcome]) -> T
     base = next((o.found.seconds_a_step for o in group if o.found and o.cell.way.name == _BASE), None)
     where = "one host" if link == LOCAL else "two hosts" + (f", {link} between them" if link != HOSTS else "")
     several = f"{workers} workers on {where}" if workers > 1 else "1 worker"
+    notes = [f"{o.cell.way.word}: {o.status}: {o.reason}" for o in group if o.found is None]
+    if any(found.sync_bytes and not found.counted for found in done) and workers > 1:
+        notes.insert(0, "~ by the formula of a ring in chunks, as the back end's own sum is not counted")
     table = Table(
         title=f"{network}: {several}, {batch} samples a mini-batch",
-        caption="~ by the formula of a ring in chunks, as the back end's own sum is not counted"
-        if any(found.sync_bytes and not found.counted for found in done) and workers > 1
-        else None,
+        caption="\n".join(notes) or None,
+        caption_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -244,7 +246,7 @@ def _table(network: str, workers: int, link: str, group: Sequence[Outcome]) -> T
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for outcome in group:
         if (found := outcome.found) is None:
-            table.add_row(f"{outcome.cell.way.word}\n  [dim]{outcome.status}: {outcome.reason}[/]")
+            table.add_row(outcome.cell.way.word, outcome.status)
             continue
         sent = found.bytes_a_step
         table.add_row(

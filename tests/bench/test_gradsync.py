@@ -1,0 +1,194 @@
+"""`shoal bench gradsync`: tables, record and picture of real trainings; what is refused is shown, and why."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.bench import cells
+from shoal.bench.cells import Cell, Network, Outcome, parse_way
+from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables
+from shoal.bench.measured import Measured, Point
+from shoal.bench.sizes import parse_rate
+from shoal.errors import InputError
+from tests.tiny_dataset import random_dataset
+
+
+def shoal(*words, **options):
+    command = [sys.executable, "-m", "shoal", "bench", "gradsync", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+
+
+def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monkeypatch):
+    data, record, picture = random_dataset(tmp_path / "data"), tmp_path / "r.json", tmp_path / "r.png"
+    strategies = ("allreduce", "tree_update", "tree_update:block=7")
+    words = ("--networks", "gpt", "--workers", 2, "--steps", 6, "--data", data, "--strategies", *strategies)
+    words += ("--runs", tmp_path / "runs", "--json", record, "--plot", picture)
+    done = shoal(*words)
+    assert done.returncode == 0, done.stderr
+    assert "gpt: 2 workers on one host, 16 samples a mini-batch" in done.stdout
+    assert "refused: sync.block = 7 with sync.strategy = tree_update, which does not read it" in " ".join(
+        done.stdout.split()
+    )
+    told = json.loads(record.read_text())
+    assert {"device", "physical_cores"} <= told["machine"].keys()
+    assert told["versions"].keys() == {"python", "torch", "shoal"}
+    plain, tree, refused = told["cells"]
+    assert [cell["status"] for cell in told["cells"]] == ["done", "done", "refused"]
+    assert "which does not read it" in refused["reason"]
+    assert len(plain["step_s"]) == len(tree["step_s"]) == 6
+    assert (plain["counted"], tree["counted"]) == (False, True)
+    assert plain["bytes_a_step"] == tree["bytes_a_step"]  # of two ranks, each sends the whole once
+    ends = [cell["curve"][-1]["loss"] for cell in (plain, tree)]
+    assert ends[0] == pytest.approx(ends[1], rel=2e-6)
+    assert ends[0] < plain["curve"][0]["loss"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def nothing_runs(*_):
+        raise AssertionError("it is there already")
+
+    monkeypatch.setattr(cells, "_train", nothing_runs)
+    ask = Ask(strategies[:2], (2,), ("gpt",), ("local",), 6, 0, (data,), tmp_path / "runs")
+    again = list(measure(plan(ask, ask.runs), ask.runs))
+    assert [list(outcome.found.step_s) for outcome in again] == [plain["step_s"], tree["step_s"]]
+    (tmp_path / "runs/gpt-x2-tree_update-local/asked.json").write_text("[]")  # another command made it
+    with pytest.raises(AssertionError, match="it is there already"):
+        list(measure(plan(ask, ask.runs), ask.runs))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_the_training_and_leaves_what_was_measured(tmp_path, number):
+    runs, record = tmp_path / "runs", tmp_path / "r.json"
+    words = ["--networks", "gpt", "--workers", "1", "2", "--steps", "2000", "--strategies", "tree_update"]
+    words += ["--data", str(random_dataset(tmp_path / "data")), "--runs", str(runs), "--json", str(record)]
+    bench = [sys.executable, "-m", "shoal", "bench", "gradsync"]
+    process = subprocess.Popen([*bench, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids = runs / "gpt-x2-tree_update-local/ranks/rank-1/pid"
+    until = time.monotonic() + 200
+    while not pids.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    worker = int(pids.read_text())
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "gpt: 1 worker, 16 samples a mini-batch" in stdout
+    assert [cell["status"] for cell in json.loads(record.read_text())["cells"]] == ["done"]
+    until = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < until, "a rank goes on"
+        time.sleep(0.1)
+
+
+def cell(word, *, network="gpt", workers=2, link="local", steps=10):
+    return Cell(Network(network, "tiny", Path("data"), 16), parse_way(word, steps), workers, link, steps)
+
+
+def found(seconds, loss, num_bytes=1e6, *, counted=True, start=9.0):
+    curve = [Point(0, 0.0, start), Point(10, seconds * 10, loss)]
+    return Measured([seconds] * 10, [seconds / 2] * 10, [num_bytes] * 10, counted, curve, 2)
+
+
+def shown(outcomes, capsys):
+    from rich.console import Console
+
+    for table in tables(outcomes):
+        Console(width=110).print(table)
+    return capsys.readouterr().out
+
+
+def test_a_table_compares_with_all_reduce_and_at_the_seconds_of_the_fastest(capsys):
+    outcomes = [
+        Outcome(cell("allreduce"), "done", found(2.0, 5.0, 8e6, counted=False)),
+        Outcome(cell("onebit"), "done", found(1.0, 6.0, 4e5)),
+        Outcome(cell("async_sgd"), "refused", reason="not here"),
+        Outcome(cell("allreduce", workers=4, link="100mbit"), "done", found(3.0, 5.0)),
+    ]
+    text = shown(outcomes, capsys)
+    first, second = text.split("gpt: 4 workers on two hosts, 100mbit between them")
+    assert "loss, 10 s" in first
+    rows = {line.split()[0]: line.split() for line in first.splitlines() if line.strip()}
+    assert rows["allreduce"] == ["allreduce", "2.0000", "1.00x", "~8", "50%", "5.0000", "7.0000"]
+    assert rows["onebit"] == ["onebit", "1.0000", "2.00x", "0.4", "50%", "6.0000", "6.0000"]
+    assert rows["async_sgd"] == ["async_sgd", "refused"]
+    assert "async_sgd: refused: not here" in first
+    assert "~ by the formula" in first
+    assert "~" not in second
+
+
+def test_nothing_beats_what_the_line_joins():
+    assert pareto([(3, 1), (1, 5), (2, 6), (2, 4), (4, 1)]) == [(1, 5), (2, 4), (3, 1)]
+
+
+def test_one_worker_trains_once_and_without_a_link(tmp_path):
+    ask = Ask(("onebit", "bf16"), (1, 2), ("gpt",), ("local", "1gbit"), 20, 32, (tmp_path,), None)
+    planned = plan(ask, tmp_path)
+    assert [(c.workers, c.link, c.way.word) for c in planned] == [
+        (1, "local", "allreduce"),
+        (2, "local", "onebit"),
+        (2, "local", "bf16"),
+        (2, "1gbit", "onebit"),
+        (2, "1gbit", "bf16"),
+    ]
+    assert all("--train.global_batch_size=32" in c.words() for c in planned)
+    assert ["--train.micro_batch_size=32" in c.words() for c in planned] == [True] + [False] * 4
+
+
+def test_settings_that_a_short_run_needs_are_added():
+    assert parse_way("diloco:lr=0.5", 20).settings == {"lr": 0.5, "every": 5}
+    assert parse_way("streaming_diloco", 40).settings == {"every": 10, "fragments": 2, "overlap": 4}
+    assert parse_way("onebit", 40).warmup_steps == 4
+    assert parse_way("diloco:every=50", 1000).period == 50
+    assert parse_way("allreduce:algorithm=ring", 40).settings == {"algorithm": "ring"}
+
+
+def test_a_host_cannot_have_half_a_worker_and_a_system_without_hosts_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.bench.gradsync.why_not", lambda shaped: "this needs root")
+    outcomes = list(measure([cell("allreduce", link="1gbit")], tmp_path))
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("refused", "this needs root")]
+    record = report(outcomes, Ask((), (2,), ("gpt",), ("1gbit",), 10, 0, (), None))
+    assert record["cells"][0]["reason"] == "this needs root"
+    with _hosts("local") as (two, reason):
+        assert (two, reason) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--strategies", "diloko"), "there is no strategy 'diloko'\n  hint: did you mean 'diloco'?"),
+        (("--strategies", "diloco:every"), "--strategies diloco:every: "),
+        (("--strategies", "diloco:evry=5"), "did you mean 'every'"),
+        (("--strategies", "diloco:every=0"), "--strategies diloco:every=0: sync.every"),
+        (("--networks", "resnet"), "there is no network 'resnet'"),
+        (("--link", "fast"), "'fast' is no rate of a link"),
+        (("--steps", "3"), "--steps 3"),
+        (("--json", "nowhere/x.json"), "nowhere/x.json: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(words, message):
+    from shoal import cli
+
+    with pytest.raises(InputError) as error:
+        cli.app(["bench", "gradsync", *words], result_action="return_value", exit_on_error=False)
+    assert message in str(error.value)
+
+
+@pytest.mark.proof
+def test_data_are_made_once(tmp_path):
+    made = make_data(tmp_path, ("random-images", "--limit", "50"))
+    before = (made / "manifest.json").stat().st_mtime_ns
+    assert make_data(tmp_path, ("random-images", "--limit", "50")) == made
+    assert (made / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_rates_are_bits_a_second():
+    assert [parse_rate(words) for words in ("100mbit", "2.5 Gbit", "800kbit")] == [12.5e6, 312.5e6, 1e5]
+    for words in ("100", "0mbit", "100MB", "1tbit"):
+        with pytest.raises(InputError, match="is no rate of a link"):
+            parse_rate(words)
