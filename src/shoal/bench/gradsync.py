@@ -17,6 +17,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -209,34 +210,41 @@ def _say(outcomes: Sequence[Outcome], ask: Ask, output: Path | None, plot: Path 
         draw(outcomes, plot)
 
 
-def groups(outcomes: Sequence[Outcome]) -> dict[tuple[str, int, str], list[Outcome]]:
-    """Return what can be compared: network, workers and link -> outcomes."""
-    found: dict[tuple[str, int, str], list[Outcome]] = {}
+def groups(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Return together what can be compared: one network, number of workers, layout, link and length."""
+    found: dict[tuple[str | int, ...], list[Outcome]] = {}
     for outcome in outcomes:
         cell = outcome.cell
-        found.setdefault((cell.network.name, cell.workers, cell.link), []).append(outcome)
-    return found
+        key = cell.network.name, cell.workers, cell.layout, cell.link, cell.steps
+        found.setdefault(key, []).append(outcome)
+    return list(found.values())
+
+
+def title(cell: Cell) -> str:
+    """Say what a cell shares with those that it is compared with."""
+    where = "one host" if cell.link == LOCAL else "two hosts"
+    where += f", {cell.link} between them" if cell.link not in (LOCAL, HOSTS) else ""
+    workers = f"{cell.workers} workers on {where}" if cell.workers > 1 else "1 worker"
+    return f"{cell.network.name}: {workers}" + (f", {cell.layout}" if cell.layout else "")
 
 
 def tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
-    """Yield a table for each network, number of workers and link."""
-    for (network, workers, link), group in groups(outcomes).items():
-        yield _table(network, workers, link, group)
+    """Yield a table for each group."""
+    yield from map(_table, groups(outcomes))
 
 
-def _table(network: str, workers: int, link: str, group: Sequence[Outcome]) -> Table:
-    batch, steps = group[0].cell.network.global_batch_size, group[0].cell.steps
+def _table(group: Sequence[Outcome]) -> Table:
+    cell = group[0].cell
+    batch, steps = cell.network.global_batch_size, cell.steps
     done = [outcome.found for outcome in group if outcome.found]
     shortest = min((found.total_s for found in done), default=0.0)
     base = next((o.found.seconds_a_step for o in group if o.found and o.cell.way.name == _BASE), None)
-    where = "one host" if link == LOCAL else "two hosts" + (f", {link} between them" if link != HOSTS else "")
-    several = f"{workers} workers on {where}" if workers > 1 else "1 worker"
     notes = [f"{o.cell.way.word}: {o.status}: {o.reason}" for o in group if o.found is None]
-    if any(found.sync_bytes and not found.counted for found in done) and workers > 1:
+    if any(found.bytes_a_step and not found.counted for found in done):
         notes.insert(0, "~ by the formula of a ring in chunks, as the back end's own sum is not counted")
     table = Table(
-        title=f"{network}: {several}, {batch} samples a mini-batch",
-        caption="\n".join(notes) or None,
+        title=f"{title(cell)}, {batch} samples a mini-batch",
+        caption=escape("\n".join(notes)) or None,
         caption_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
@@ -253,7 +261,7 @@ def _table(network: str, workers: int, link: str, group: Sequence[Outcome]) -> T
             outcome.cell.way.word,
             f"{found.seconds_a_step:.4f}",
             "" if base is None else f"{base / found.seconds_a_step:.2f}x",
-            "?" if sent is None else f"{'' if found.counted else '~'}{sent / 1e6:.4g}",
+            "?" if sent is None else f"{'~' if sent and not found.counted else ''}{sent / 1e6:.4g}",
             f"{found.communication_share:.0%}",
             f"{found.curve[-1].loss:.4f}",
             f"{found.loss_after(shortest):.4f}",
@@ -265,16 +273,14 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both."""
     from matplotlib.figure import Figure
 
-    shown = {key: [o for o in group if o.found] for key, group in groups(outcomes).items()}
-    shown = {key: group for key, group in shown.items() if group}
+    shown = groups([outcome for outcome in outcomes if outcome.found])
     if not shown:
         return
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    for place, ((network, workers, link), group) in enumerate(shown.items(), 1):
-        title = f"{network}, {workers} worker(s), {link}"
-        axes = figure.add_subplot(rows, columns, place, title=title)
+    for place, group in enumerate(shown, 1):
+        axes = figure.add_subplot(rows, columns, place, title=title(group[0].cell))
         axes.set(xlabel="seconds a mini-batch", ylabel=f"loss after {group[0].cell.steps} steps")
         points = [(o.found.seconds_a_step, o.found.curve[-1].loss) for o in group if o.found]
         most = max(o.found.bytes_a_step or 0 for o in group if o.found) or 1
