@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from shoal.bench import cells
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
-from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables
+from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables, title
 from shoal.bench.measured import Measured, Point
 from shoal.bench.sizes import parse_rate
 from shoal.errors import InputError
@@ -148,12 +149,30 @@ def test_settings_that_a_short_run_needs_are_added():
     assert parse_way("allreduce:algorithm=ring", 40).settings == {"algorithm": "ring"}
 
 
-def test_a_host_cannot_have_half_a_worker_and_a_system_without_hosts_says_so(tmp_path, monkeypatch):
+def test_where_no_hosts_can_be_made_a_transport_is_slowed_and_what_has_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.bench.gradsync.why_not", lambda shaped: "this needs root")
-    outcomes = list(measure([cell("allreduce", link="1gbit")], tmp_path))
-    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("refused", "this needs root")]
-    record = report(outcomes, Ask((), (2,), ("gpt",), ("1gbit",), 10, 0, (), None))
-    assert record["cells"][0]["reason"] == "this needs root"
+    ran = []
+    monkeypatch.setattr(
+        "shoal.bench.gradsync.run",
+        lambda there, *_: ran.append(there) or Outcome(there, "done", found(1.0, 5.0)),
+    )
+    asked = [cell(word, link="8mbit") for word in ("allreduce", "onebit", "allreduce:algorithm=ring")]
+    outcomes = list(measure([*asked, cell("onebit", link="hosts")], tmp_path))
+    assert [outcome.status for outcome in outcomes] == ["refused", "done", "done", "refused"]
+    assert outcomes[0].reason.startswith("this needs root; delays in the transport would not slow it")
+    assert outcomes[3].reason == "this needs root"
+    assert all("--runtime.slow_link=8.0" in there.words() for there in ran)
+    assert [there.link for there in ran] == ["8mbit", "8mbit"]
+    record = report(outcomes, Ask((), (2,), ("gpt",), ("8mbit",), 10, 0, (), None))
+    assert [cell["delays_in_transport"] for cell in record["cells"]] == [True, True, True, False]
+    assert "one host, 8mbit between halves by delays in the transport" in title(outcomes[1].cell)
+
+
+def test_a_host_cannot_have_half_a_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.bench.gradsync.why_not", lambda shaped: "")
+    monkeypatch.setattr("shoal.bench.gradsync.TwoHosts", MagicMock())
+    (outcome,) = measure([cell("onebit", workers=3, link="8mbit")], tmp_path)
+    assert outcome.reason == "two hosts need an even number"
     with _hosts("local") as (two, reason):
         assert (two, reason) == (None, "")
 

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.bench.measured import Measured, measured
+from shoal.bench.sizes import parse_rate
 from shoal.comm.cost import all_reduce_cost
+from shoal.comm.slow_transport import MBIT
 from shoal.config.load import config_from_toml, validate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
@@ -91,10 +93,12 @@ class Cell:
     link: str  # local; hosts: two of them, as fast as they are; or a rate
     steps: int
     layout: str = ""
+    slowed: bool = False  # the rate of the link is kept by delays in the transport, on one host
 
     @property
     def name(self) -> str:
         words = (self.network.name, f"x{self.workers}", self.layout, self.way.word, self.link)
+        words += ("delays",) * self.slowed
         return " ".join(word for word in words if word)
 
     def words(self) -> list[str]:
@@ -111,6 +115,8 @@ class Cell:
             **{f"sync.{name}": str(value).lower() for name, value in self.way.settings.items()},
             **self.network.settings,
         }
+        if self.slowed:
+            settings["runtime.slow_link"] = parse_rate(self.link) / MBIT
         words = [self.network.config, "--data", str(self.network.data), "--max-restarts", "0"]
         words += ["--layout", self.layout] if self.layout else []
         return words + [f"--{name}={value}" for name, value in settings.items()]
@@ -132,6 +138,7 @@ class Outcome:
             "network": cell.network.name,
             "workers": cell.workers,
             "link": cell.link,
+            "delays_in_transport": cell.slowed,
             "layout": cell.layout,
             "strategy": cell.way.word,
             "sync": cell.way.settings,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -153,12 +153,24 @@ def measure(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
             with _hosts(link) as (hosts, reason):
                 for cell in (cell for cell in cells if cell.link == link):
                     progress.update(bar, description=cell.name, completed=done)
-                    uneven = "" if hosts is None or cell.workers % 2 == 0 else "two hosts need an even number"
-                    if why := reason or uneven:
-                        yield Outcome(cell, "refused", reason=why)
+                    there = replace(cell, slowed=bool(reason) and link != HOSTS)
+                    if why := _why_not(there, hosts, reason):
+                        yield Outcome(there, "refused", reason=why)
                     else:
-                        yield run(cell, folder, hosts, partial(_show, progress, bar, done))
+                        yield run(there, folder, hosts, partial(_show, progress, bar, done))
                     done += cell.steps
+
+
+def _why_not(cell: Cell, hosts: TwoHosts | None, reason: str) -> str:
+    """Return why a cell cannot run; without hosts, for `reason`, a transport can be slowed in their place."""
+    if hosts is not None and cell.workers % 2:
+        return "two hosts need an even number"
+    if not cell.slowed:
+        return reason
+    plain = cell.way.name == _BASE and cell.way.settings.get("algorithm", "backend") == "backend"
+    if plain or STRATEGIES[cell.way.name].kind not in ("exchange", "owner"):
+        return f"{reason}; delays in the transport would not slow it (allreduce:algorithm=ring would be)"
+    return ""
 
 
 def _show(progress: Progress, bar: TaskID, before: int, step: int) -> None:
@@ -215,7 +227,7 @@ def groups(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     found: dict[tuple[str | int, ...], list[Outcome]] = {}
     for outcome in outcomes:
         cell = outcome.cell
-        key = cell.network.name, cell.workers, cell.layout, cell.link, cell.steps
+        key = cell.network.name, cell.workers, cell.layout, cell.link, cell.slowed, cell.steps
         found.setdefault(key, []).append(outcome)
     return list(found.values())
 
@@ -224,6 +236,7 @@ def title(cell: Cell) -> str:
     """Say what a cell shares with those that it is compared with."""
     where = "one host" if cell.link == LOCAL else "two hosts"
     where += f", {cell.link} between them" if cell.link not in (LOCAL, HOSTS) else ""
+    where = f"one host, {cell.link} between halves by delays in the transport" if cell.slowed else where
     workers = f"{cell.workers} workers on {where}" if cell.workers > 1 else "1 worker"
     return f"{cell.network.name}: {workers}" + (f", {cell.layout}" if cell.layout else "")
 

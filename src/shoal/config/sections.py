@@ -292,6 +292,9 @@ class Runtime(Section):
     holds it up and where; 0 means half of timeout_s."""
     max_time_s: NonNegativeFloat = 0.0
     """Save and exit with status 75 after this many seconds; 0 means no limit."""
+    slow_link: NonNegativeFloat = 0.0
+    """To try a sync.strategy: Mbit/s between the two halves of the replicas; 0: as it is. On CPUs;
+    what the back end adds up by itself is not slowed."""
     stop_after: NonNegativeInt = 0
     """Save and exit with status 75 after this step, keeping the schedule of the full run; 0 means never."""
 

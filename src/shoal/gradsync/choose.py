@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.comm.slow_transport import slowed
 from shoal.comm.torch_transport import TorchTransport
 from shoal.config.sections import Config, Sync
 from shoal.gradsync.carried import Carried
@@ -28,7 +29,7 @@ def choose_exchange(config: Config, mesh: Mesh, process: Process, named: dict[st
     if mesh.layout.dp_replicate == 1 or (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
         return BackEnd(mesh.group("dp_replicate") if mesh.axes is not None else None, dtype)
     group = mesh.new_group("dp_replicate", "exchange", config.runtime.timeout_s)
-    transport = TorchTransport(group, process.device.torch_device)
+    transport = slowed(TorchTransport(group, process.device.torch_device), config.runtime.slow_link)
     if sync.algorithm == "hierarchical":
         transport.hosts = _hosts(group, process)
     parts = {name: _local(weight) for name, weight in named.items()}

@@ -30,8 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.collectives import all_gather, broadcast, reduce, reduce_scatter
+from shoal.comm.slow_transport import slowed
 from shoal.comm.torch_transport import TorchTransport
 from shoal.comm.transport import Transport
+from shoal.config.sections import Runtime
 from shoal.gradsync.after_step import InStep
 from shoal.runtime.device import physical_cores
 from shoal.runtime.process import Process
@@ -106,15 +108,16 @@ def share_out(weights: dict[str, nn.Parameter], num_ranks: int) -> list[dict[str
 
 
 def make_owners(
-    weights: dict[str, nn.Parameter], strategy: str, process: Process, dtype: torch.dtype, timeout_s: float
+    weights: dict[str, nn.Parameter], strategy: str, process: Process, dtype: torch.dtype, runtime: Runtime
 ) -> Owners:
     """Return the owners of a replica's weights, on a process group of their own. Collective."""
     on_host = _WAYS[strategy].on_host
     group = dist.new_group(
-        backend="gloo" if on_host else None, timeout=timedelta(seconds=timeout_s), group_desc="owners"
+        backend="gloo" if on_host else None, timeout=timedelta(seconds=runtime.timeout_s), group_desc="owners"
     )
     device = torch.device("cpu") if on_host else process.device.torch_device
-    return Owners(weights, strategy, TorchTransport(group, device), dtype)
+    transport = slowed(TorchTransport(group, device), runtime.slow_link)
+    return Owners(weights, strategy, transport, dtype)
 
 
 def _flatten(share: dict[str, nn.Parameter], like: Tensor) -> Tensor:

@@ -261,8 +261,8 @@ def _pipeline(
 
 def _own(model: CutModel[T], process: Process, config: Config, reduce_dtype: torch.dtype) -> None:
     """Give each weight an owner. Collective over the world."""
-    strategy, timeout_s = config.sync.strategy, config.runtime.timeout_s
-    owners = make_owners(model.named_weights(), strategy, process, reduce_dtype, timeout_s)
+    strategy, runtime = config.sync.strategy, config.runtime
+    owners = make_owners(model.named_weights(), strategy, process, reduce_dtype, runtime)
     model.owners = owners
     model.sums = [owners]
     model.gradient_norm = GradientNorm(owners.owned, process, copies=1, elsewhere=set())
