@@ -97,8 +97,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        words = (self.network.name, f"x{self.workers}", self.layout, self.way.word, self.link)
-        words += ("delays",) * self.slowed
+        words = [self.network.name, f"x{self.workers}", self.layout, self.way.word, self.link]
+        words += ["delays"] * self.slowed
         return " ".join(word for word in words if word)
 
     def words(self) -> list[str]:

@@ -298,7 +298,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         points = [(o.found.seconds_a_step, o.found.curve[-1].loss) for o in group if o.found]
         most = max(o.found.bytes_a_step or 0 for o in group if o.found) or 1
         areas = [20 + 400 * (o.found.bytes_a_step or 0) / most for o in group if o.found]
-        axes.scatter(*zip(*points, strict=True), s=areas, alpha=0.5)
+        axes.scatter([x for x, _ in points], [y for _, y in points], s=areas, alpha=0.5)
         for outcome, point in zip(group, points, strict=True):
             axes.annotate(outcome.cell.way.word, point, fontsize=7)
         axes.plot(*zip(*pareto(points), strict=True), linewidth=0.8, linestyle="--", color="grey")
