@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.record import RECORDS, write_record
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
-from shoal.bench.gradsync import HOSTS, LOCAL, make_data, measure, tables
+from shoal.bench.gradsync import HOSTS, LOCAL, ended_like_ctrl_c, make_data, measure, tables
 
 TEXT = ("stdlib", "--vocab-size", "4096", "--split", "95,5,0")
 SEQ_LEN, BATCH = 128, 16
@@ -123,8 +123,9 @@ def main() -> int:
         cells, judge = link(data, wish.steps or 60, (wish.every or [100])[0]), judge_link
     outcomes: list[Outcome] = []
     try:
-        for outcome in measure([c for c in cells if not wish.only or c.way.word in wish.only], runs):
-            outcomes.append(outcome)
+        with ended_like_ctrl_c():
+            wanted = [cell for cell in cells if not wish.only or cell.way.word in wish.only]
+            outcomes.extend(measure(wanted, runs))
     finally:  # Ctrl-C leaves a record of what there is
         console = Console(width=None if sys.stdout.isatty() else 120)
         for table in tables(outcomes):

@@ -74,7 +74,7 @@ def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
     outcomes: list[Outcome] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, outcomes, ask, output, plot)
-        stack.enter_context(_ended_like_ctrl_c())
+        stack.enter_context(ended_like_ctrl_c())
         folder = ask.runs or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True))
         )
@@ -196,7 +196,7 @@ def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
 
 
 @contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
+def ended_like_ctrl_c() -> Iterator[None]:
     """Let SIGTERM end the children as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
