@@ -108,7 +108,7 @@ def test_a_table_compares_with_all_reduce_and_at_the_seconds_of_the_fastest(caps
     outcomes = [
         Outcome(cell("allreduce"), "done", found(2.0, 5.0, 8e6, counted=False)),
         Outcome(cell("onebit"), "done", found(1.0, 6.0, 4e5)),
-        Outcome(cell("async_sgd"), "refused", reason="not in [sync] here"),
+        Outcome(cell("topk"), "refused", reason="not in [sync] here"),
         Outcome(cell("allreduce", workers=4, link="100mbit"), "done", found(3.0, 5.0)),
     ]
     text = shown(outcomes, capsys)
@@ -117,8 +117,8 @@ def test_a_table_compares_with_all_reduce_and_at_the_seconds_of_the_fastest(caps
     rows = {line.split()[0]: line.split() for line in first.splitlines() if line.strip()}
     assert rows["allreduce"] == ["allreduce", "2.0000", "1.00x", "~8", "50%", "5.0000", "7.0000"]
     assert rows["onebit"] == ["onebit", "1.0000", "2.00x", "0.4", "50%", "6.0000", "6.0000"]
-    assert rows["async_sgd"] == ["async_sgd", "refused"]
-    assert "async_sgd: refused: not in [sync] here" in first
+    assert rows["topk"] == ["topk", "refused"]
+    assert "topk: refused: not in [sync] here" in first
     assert "~ by the formula" in first
     assert "~" not in second
 

@@ -50,8 +50,6 @@ NETWORKS = {
     "lstm": Preset("lstm", _TEXT, 64, 256),
     "gpt": Preset("tiny", _TEXT, 16, 64),
 }
-# What is left out can be asked for; it says why it does not run.
-STANDARD = tuple(name for name, strategy in STRATEGIES.items() if strategy.kind != "asynchronous")
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def plan(ask: Ask, folder: Path) -> list[Cell]:
         network = Network(name, known.config, data, batch, settings)
         for workers in ask.workers:
             for link in ask.links if workers > 1 else (LOCAL,):
-                words = (ask.strategies or STANDARD) if workers > 1 else (_BASE,)
+                words = (ask.strategies or tuple(STRATEGIES)) if workers > 1 else (_BASE,)
                 cells += [
                     Cell(network, parse_way(word, ask.steps), workers, link, ask.steps) for word in words
                 ]
@@ -168,7 +166,7 @@ def _why_not(cell: Cell, hosts: TwoHosts | None, reason: str) -> str:
     if not cell.slowed:
         return reason
     plain = cell.way.name == _BASE and cell.way.settings.get("algorithm", "backend") == "backend"
-    if plain or STRATEGIES[cell.way.name].kind not in ("exchange", "owner"):
+    if plain:
         return f"{reason}; delays in the transport would not slow it (allreduce:algorithm=ring would be)"
     return ""
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shoal.comm.gloo_transport import GlooTransport
+from shoal.comm.slow_transport import slowed
 from shoal.comm.transport import Traffic, Transport
 from shoal.errors import InputError, ShoalError
 from shoal.runtime.boards import Boards
@@ -80,12 +81,15 @@ class Record:
 class Meeting:
     """One rank's way to the same ranks of the other islands; rank 0 speaks for its island."""
 
-    def __init__(self, island: Island, rank: int, plan: str, patience_s: float) -> None:
+    def __init__(
+        self, island: Island, rank: int, plan: str, patience_s: float, slow_link: float = 0.0
+    ) -> None:
         """Reach the store. At the beginning all islands are waited for, but no longer than `patience_s`.
 
         `plan` is what must be the same for all.
         """
         self.traffic = Traffic()
+        self._slow_link = slow_link  # Mbit/s
         self._island, self._rank, self._plan = island, rank, plan
         self._address = address_towards(island.host)  # an island itself may meet on loopback
         self._store: dist.Store = connect(island.host, island.port)
@@ -234,8 +238,8 @@ class Meeting:
             timeout_s=_TRANSFER_S,
             traffic=self.traffic,
         )
-        self._group = record.present, transport
-        return transport
+        self._group = record.present, slowed(transport, self._slow_link)
+        return self._group[1]
 
     def _verdict(self, record: Record) -> bytes:
         """Wait until all ranks have finished, or one cannot; the first to see either says so for all."""

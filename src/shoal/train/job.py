@@ -135,7 +135,8 @@ def _make_sync(
         facts = [to_toml(config.model_copy(update=same)), *(data.fingerprint for data in task.data.datasets)]
         facts += [importlib.metadata.version(name) for name in ("shoal", "torch")]
         plan = xxhash.xxh3_128_hexdigest("\n".join(facts).encode())
-        meeting = Meeting(island, process.rank, plan, config.runtime.timeout_s)
+        runtime = config.runtime
+        meeting = Meeting(island, process.rank, plan, runtime.timeout_s, runtime.slow_link)
     return OuterRounds(
         model.named_weights(),
         config.sync,
