@@ -125,7 +125,8 @@ def main() -> int:
     try:
         with ended_like_ctrl_c():
             wanted = [cell for cell in cells if not wish.only or cell.way.word in wish.only]
-            outcomes.extend(measure(wanted, runs))
+            for outcome in measure(wanted, runs):
+                outcomes.append(outcome)  # not all at once: Ctrl-C may come
     finally:  # Ctrl-C leaves a record of what there is
         console = Console(width=None if sys.stdout.isatty() else 120)
         for table in tables(outcomes):

@@ -46,6 +46,11 @@ class Way:
         return int(self.settings.get("every", 1))
 
     @property
+    def is_uncounted(self) -> bool:
+        """Say whether the back end adds up by itself, where no transport counts."""
+        return self.name == "allreduce" and self.settings.get("algorithm", "backend") == "backend"
+
+    @property
     def warmup_steps(self) -> int:
         return int(self.settings.get("warmup_steps", 0))
 
@@ -225,9 +230,7 @@ def _why(run_dir: Path) -> str:
 
 def _measure(cell: Cell, run_dir: Path) -> Measured:
     by_formula = None
-    if (
-        cell.way.name == "allreduce" and not cell.layout
-    ):  # the back end's: a ring in chunks, with gloo and NCCL
+    if cell.way.is_uncounted and not cell.layout:  # a ring in chunks, with gloo and NCCL
         config = config_from_toml((run_dir / "config.toml").read_text(), str(run_dir))
         sent = 4 * open_task(config).num_parameters
         by_formula = all_reduce_cost("chunked_ring", cell.workers, sent).num_bytes

@@ -165,8 +165,7 @@ def _why_not(cell: Cell, hosts: TwoHosts | None, reason: str) -> str:
         return "two hosts need an even number"
     if not cell.slowed:
         return reason
-    plain = cell.way.name == _BASE and cell.way.settings.get("algorithm", "backend") == "backend"
-    if plain:
+    if cell.way.is_uncounted:
         return f"{reason}; delays in the transport would not slow it (allreduce:algorithm=ring would be)"
     return ""
 
