@@ -48,6 +48,7 @@ MUST_NOT_LOAD_TORCH = (
     "config",
     "plan",
     "comm.cost",
+    "gradsync.cost",
     "models.counts",
     "runtime.files",
     "cli",

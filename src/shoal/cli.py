@@ -30,6 +30,16 @@ app.command(
     help="Compare layouts with one process, tensor by tensor: rounding, or a bug and where.",
     help_epilogue='Example: shoal parity tiny --layouts "dp2, tp2, pp2, zero3x2"',
 )
+app.command(
+    "shoal.cli_train:advise",
+    name="advise",
+    help="Say which way to synchronise replicas pays on this link, and which would slow you down.\n\n"
+    "Measures the link, a replica's step and what each strategy computes; predicts compute + own work + the "
+    "communication that nothing hides. 'pays below': the bandwidth where it breaks even with all-reduce.",
+    help_epilogue="Example: shoal advise tiny --nproc 2\n\n"
+    "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms\n\n"
+    "Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50",
+)
 
 
 @app.command

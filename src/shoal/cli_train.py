@@ -1,4 +1,4 @@
-"""`shoal train` and `shoal parity`: arguments and help; loaded on demand, as it imports the configuration."""
+"""`shoal train`, `parity`, `advise`: arguments and help; loaded on demand, as they import the settings."""
 
 from __future__ import annotations
 
@@ -133,6 +133,68 @@ def parity(
 
     resolved = load_config(config, _given(settings, data, None, None))
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
+
+
+def advise(
+    config: str,
+    /,
+    *,
+    nproc: int = 0,
+    layout: str | None = None,
+    hosts: int = 0,
+    link: str | None = None,
+    step_ms: float | None = None,
+    seconds: float = 20.0,
+    data: tuple[Path, ...] = (),
+    json: Path | None = None,
+    settings: Annotated[Config | None, Parameter(name="*")] = None,
+) -> int:
+    """Say which way to synchronise replicas pays on this link, and which would slow you down.
+
+    Measures the link and a few steps of a replica, times what each strategy computes, and predicts its step:
+    compute + its own work + the communication that nothing hides. "pays below" is the bandwidth at which a
+    strategy breaks even with plain all-reduce; a fast link wants all-reduce, a slow one something else.
+
+    Example: shoal advise tiny --nproc 2   (between processes of this machine)
+
+    Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (eight hosts that are not here)
+
+    Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50   (the pace of a run)
+
+    Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400
+    -m shoal advise gpt2 --data DATASET   (the link between hosts, on each of them)
+
+    Parameters
+    ----------
+    config
+        A TOML file, the name of a preset, or a run folder, whose steps are then read instead of measured.
+    nproc
+        Processes of this machine that measure, at the same time. Left out: as many as the layout, or one with
+        --link. Under torchrun or srun theirs are used, on all hosts.
+    layout
+        What is planned, as dp4 or dp2*zero2x2; left out, nproc plain replicas (2, or as many as a run had).
+    hosts
+        Hosts that share the replicas; left out, those found, or each replica behind a link of its own.
+    link
+        Bandwidth one way and latency, as 100mbit or 1gbit,0.2ms, instead of measuring it (latency: 0.1 ms).
+    step_ms
+        A replica's step without communication, instead of measuring it.
+    seconds
+        Time for the link, at most.
+    data
+        Dataset folders; random tokens of a small vocabulary if left out.
+    json
+        Write all predictions to this file, too.
+    settings
+        Any setting of the configuration, as --section.field VALUE. Each strategy takes those of the section
+        sync that it reads.
+    """
+    from shoal.bench.advise import Wish, command
+
+    run_dir = Path(config) if Path(config).is_dir() else None
+    source = str(run_dir / "config.toml") if run_dir else config
+    resolved = load_config(source, _given(settings, data, None, None))
+    return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 
 
 def _begin(

@@ -76,7 +76,7 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
             tell(f"all-reduce of {in_words(num_bytes)} on {transport.size} ranks: {algorithm}")
             wrong[algorithm] = _count_wrong(transport, algorithm, count, dtype)
         tensor = torch.ones(count, dtype=dtype, device=transport.device)
-        first = {algorithm: _time(transport, algorithm, tensor.zero_()) for algorithm in algorithms}
+        first = {algorithm: time_all_reduce(transport, algorithm, tensor.zero_()) for algorithm in algorithms}
         repeats = {
             algorithm: max(3, min(_MOST_REPEATS, int(_BUDGET_S / seconds)))
             for algorithm, seconds in first.items()
@@ -84,7 +84,7 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
         for repeat in range(max(repeats.values())):
             for algorithm in algorithms:
                 if repeat < repeats[algorithm]:
-                    samples[algorithm].append(_time(transport, algorithm, tensor.zero_()))
+                    samples[algorithm].append(time_all_reduce(transport, algorithm, tensor.zero_()))
         rows += [
             Row(
                 algorithm,
@@ -99,8 +99,8 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
     return rows
 
 
-def _time(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
-    """Return the seconds of one all-reduce on the slowest rank."""
+def time_all_reduce(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
+    """Return the seconds of one all-reduce on the slowest rank. Collective over the transport's ranks."""
     barrier(transport)  # what was begun before is done, on the device too
     begin = time.perf_counter()
     all_reduce(transport, tensor, algorithm=algorithm)

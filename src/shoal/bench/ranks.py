@@ -47,7 +47,8 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
             return _first(TorchTransport(device=device), seat, work, arguments)
         finally:
             processes.leave()
-    with Console(stderr=True).status("starting") as status, Crew(nproc or 2, Runtime(), _PRELOAD) as crew:
+    preload = (__name__, work.__module__)
+    with Console(stderr=True).status("starting") as status, Crew(nproc or 2, Runtime(), preload) as crew:
         return crew.run("bench", status.update, nproc or 2, _in_crew, work, arguments)[0]
 
 
@@ -76,6 +77,3 @@ def _hosts(transport: Transport, seat: Seat) -> list[list[int]]:
     for rank, first in enumerate(firsts):
         hosts.setdefault(int(first.item()), []).append(rank)
     return list(hosts.values())
-
-
-_PRELOAD = ("shoal.bench.ranks",)

@@ -34,10 +34,11 @@ def choose_exchange(config: Config, mesh: Mesh, process: Process, named: dict[st
         transport.hosts = _hosts(group, process)
     parts = {name: _local(weight) for name, weight in named.items()}
     name = f"{sync.strategy} of rank {sync.rank}" if sync.strategy == "powersgd" else sync.strategy
-    return Carried(name, transport, _method(sync, parts, dtype), parts, sync.warmup_steps)
+    return Carried(name, transport, method_of(sync, parts, dtype), parts, sync.warmup_steps)
 
 
-def _method(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Method:
+def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Method:
+    """Return how a strategy adds up; `parts` are this rank's of each weight, `dtype` is all-reduce's."""
     match sync.strategy:
         case "allreduce":
             return Exact(sync.algorithm, dtype)

@@ -19,11 +19,11 @@ from rich.table import Table
 from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.sections import Config
 from shoal.data.dataset import open_dataset
+from shoal.data.synthetic import write_dataset
 from shoal.errors import ConfigError, InputError
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
 from shoal.parity.judge import CURVE, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
-from shoal.parity.synthetic import write_dataset
 from shoal.parity.trial import Outcome, RunTrial, Trial, run_trial
 from shoal.runtime.crew import Crew
 from shoal.runtime.files import write_json
