@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.hosts import NAMES, TwoHosts
-
 from benchmarks.record import RECORDS, write_record
+from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.bench.sizes import parse_rate
 
 MARK = 0.8

@@ -111,14 +111,14 @@ def test_links_are_read(words, link):
 
 @pytest.mark.parametrize("words", ["", "fast", "100", "100mb", "0mbit", "100mbit,1", "-1mbit"])
 def test_other_words_are_no_link(words):
-    with pytest.raises(InputError, match=r"is no link\n  hint: write 100mbit"):
+    with pytest.raises(InputError, match=r"is no (rate|latency) of a link\n  hint: write 100mbit"):
         parse_link(words)
 
 
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        (Wish(link="soon"), "'soon' is no link"),
+        (Wish(link="soon"), "'soon' is no rate of a link"),
         (Wish(step_ms=-3.0), "--step-ms -3: a step takes time"),
         (Wish(seconds=0.0), "--seconds 0: measuring takes time"),
         (Wish(nproc=1), "layout 1 has one replica, and nothing to agree on"),

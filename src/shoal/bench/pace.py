@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.collectives import time_all_reduce
+from shoal.bench.sizes import parse_rate
 from shoal.comm.all_reduce import all_reduce
 from shoal.comm.collectives import barrier
 from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
@@ -40,7 +41,6 @@ from shoal.train.metrics import read_metrics
 from shoal.train.optimiser import build_optimiser
 from shoal.train.precision import Precision
 
-_BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCY_S = 100e-6  # of a message, with TCP and gloo around it, where nothing is said
 _LINK_BYTES = tuple(1 << power for power in range(10, 28, 2))  # 1 KB to 64 MB
@@ -286,10 +286,10 @@ def parse_link(words: str) -> Link:
     Raises:
         InputError: It is neither.
     """
-    found = re.fullmatch(
-        r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)(us|ms|s))?", words.lower().replace(" ", "")
-    )
-    if not found or not float(found[1]):
-        raise InputError(f"{words!r} is no link", hint="write 100mbit, 1gbit or 100mbit,0.2ms")
-    latency_s = float(found[3]) * _SECONDS[found[4]] if found[3] else _LATENCY_S
-    return Link(latency_s, float(found[1]) * _BITS_PER_S[found[2]] / 8)
+    rate, comma, latency = words.lower().partition(",")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency.strip())
+    if comma and not found:
+        raise InputError(
+            f"{latency.strip()!r} is no latency of a link", hint="write 100mbit, 1gbit or 100mbit,0.2ms"
+        )
+    return Link(float(found[1]) * _SECONDS[found[2]] if found else _LATENCY_S, parse_rate(rate))
