@@ -46,6 +46,15 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         {"parallel": {"tp": 1}},
     ),
     (
+        "_somebody_to_agree_with",
+        "zero2x4",
+        {"sync": {"strategy": "diloco", "every": 2}},
+        "sync.strategy = diloco under zero2x4, which has one replica: ZeRO sums gradients to its shards by "
+        "itself, and nothing is left to agree on",
+        "set parallel.dp_shard to a part of the processes, as in dp2*zero2x2, or parallel.zero = 0",
+        {"parallel": {"dp_shard": 2}},
+    ),
+    (
         "_reduce_dtype",
         "dp2",
         {"sync": {"strategy": "int8"}, "precision": {"reduce_dtype": "bf16"}},

@@ -49,12 +49,13 @@ def test_an_archive_becomes_three_splits_that_hold_each_example_once(archive, tm
     assert made.std == pytest.approx(made.splits["train"][0].std())
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_idx_files_are_read_packed_or_not(tmp_path, packed):
+@pytest.mark.parametrize("packed", [(True,), (False,), (True, False)])
+def test_idx_files_are_read_packed_or_not_and_once(tmp_path, packed):
     images, labels = np.arange(24).reshape(6, 2, 2), np.arange(6)
     for name, array in (("train-images-idx3-ubyte", images), ("train-labels-idx1-ubyte", labels)):
-        data = idx(array)
-        (tmp_path / (name + ".gz" * packed)).write_bytes(gzip.compress(data) if packed else data)
+        for pack in packed:
+            data = gzip.compress(idx(array)) if pack else idx(array)
+            (tmp_path / (name + ".gz" * pack)).write_bytes(data)
     made = prepare(tmp_path / "data", tmp_path, split="1")
     assert made.splits["train"][0].tolist() == images.tolist()
     assert made.splits["train"][1].tolist() == labels.tolist()
@@ -107,6 +108,16 @@ def test_an_archive_that_cannot_be_used_is_refused_in_words(tmp_path, arrays, me
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "data", tmp_path / "bad.npz", split="1")
     assert not (tmp_path / "data").exists()
+
+
+def test_a_damaged_archive_is_named(archive, tmp_path):
+    arrays = dict(np.load(archive))
+    np.savez_compressed(archive, **arrays)
+    data = bytearray(archive.read_bytes())
+    data[60:90] = bytes(30)
+    archive.write_bytes(data)
+    with pytest.raises(DataError, match=r"digits\.npz cannot be read"):
+        prepare(tmp_path / "data", archive, split="1")
 
 
 def test_an_archive_is_measured_before_it_is_unpacked(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.config.layout import parse_layout
 from shoal.config.load import validate
+from shoal.config.sections import Sync
 from shoal.errors import InputError
 from shoal.parity import command
 from shoal.parity.command import parity, suspect_of
@@ -113,6 +114,12 @@ def no_process(monkeypatch):
 def test_what_cannot_work_is_refused_before_any_process_starts(no_process, layouts, options, sentence):
     with pytest.raises(InputError, match=sentence):
         parity(config_of(), layouts, **options)
+
+
+def test_replicas_that_train_apart_are_refused(no_process):
+    config = config_of().model_copy(update={"sync": Sync(strategy="diloco")})
+    with pytest.raises(InputError, match="parity compares processes that take the same steps"):
+        parity(config, "dp2")
 
 
 def test_the_command_takes_a_dataset_another_reference_and_settings(tmp_path):

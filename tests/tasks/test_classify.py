@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.models import classic
 from shoal.parity.command import parity
+from shoal.runtime.islands import Island
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from tests.tiny_dataset import random_dataset
@@ -143,6 +144,15 @@ def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sec
     config = validate(values_of(network, data, **sections), "test")
     with pytest.raises(ConfigError, match=message):
         Request(config, tmp_path).check(2)
+
+
+def test_any_network_can_be_trained_apart(data, tmp_path):
+    for network in NETWORKS:
+        sync = {"strategy": "streaming_diloco", "every": 2, "overlap": 0, "fragments": 2}
+        config = validate(values_of(network, data, sync=sync), "test")
+        request = Request(config, tmp_path)
+        request.check(2)  # as the launcher does
+        request.on(Island(1, 2, 1, "127.0.0.1", 1, "mark", 1)).check(1)
 
 
 def test_data_of_the_wrong_kind_is_refused(data, tmp_path):

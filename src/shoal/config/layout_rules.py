@@ -67,7 +67,7 @@ def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
     """Yield what goes with decoders only."""
     network = config.model.network
     read = ("model.network",) if network == "fcn-r" else ("model.network", "model.vocab_size")
-    if layout != Layout(dp_replicate=layout.dp_replicate, schedule=layout.schedule):
+    if layout.zero or layout.tp * layout.pp > 1:
         yield (
             f"model.network = {network} under {layout}: tp, pp and zero know how to cut decoders only",
             f"use replicas of the whole network, dp{layout.world_size}",

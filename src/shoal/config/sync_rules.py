@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 # exchange: gradients become the same on all replicas. owner: one replica updates a weight for all.
 # outer: replicas train by themselves and agree on weights now and then.
 Kind = Literal["exchange", "owner", "outer"]
+_CLASSIC_LAYERS = 3  # of the network with fewest
 _OUTER = ("every", "lr", "int8", "block")
 
 
@@ -82,8 +83,8 @@ def _owners(config: Config, layout: Layout) -> Iterator[Problem]:
 def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]:
     sync = config.sync
     plain = (sync.strategy, sync.algorithm) == ("allreduce", "backend")
-    alone = layout.dp_replicate == 1 < layout.world_size  # one process needs no partner
-    if strategy_of(config).kind != "exchange" or plain or not alone:
+    alone = layout.replicas == 1 < layout.world_size  # one process needs no partner
+    if strategy_of(config).kind == "owner" or plain or not alone:
         return
     name = "strategy" if sync.algorithm == "backend" else "algorithm"
     what = f"sync.{name} = {getattr(sync, name)}"
@@ -137,12 +138,15 @@ def _outer(config: Config, layout: Layout) -> Iterator[Problem]:
 
 
 def _fragments(config: Config, layout: Layout) -> Iterator[Problem]:
-    sync, layers = config.sync, config.model.n_layers
+    sync, model = config.sync, config.model
+    name, layers = "model.n_layers", model.n_layers
+    if model.network != "decoder":
+        name, layers = f"layers of {model.network}", _CLASSIC_LAYERS
     if sync.strategy != "streaming_diloco":
         return
     if sync.fragments > min(layers, sync.every):
         yield (
-            f"sync.fragments = {sync.fragments} with model.n_layers = {layers}, sync.every = {sync.every}: "
+            f"sync.fragments = {sync.fragments} with {name} = {layers}, sync.every = {sync.every}: "
             "a part has at least one block, and a step to begin its exchange that it shares with no other",
             f"use sync.fragments = {min(layers, sync.every)} or less",
         )

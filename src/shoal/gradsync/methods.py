@@ -134,7 +134,8 @@ class PowerSGD(Method):
     """Matrices as products of two thin ones, P Q'; what has no smaller product travels as it is.
 
     Each step takes one step of subspace iteration from the Q of the step before. A rank remembers what the
-    projection on P leaves of its own matrix, which is orthogonal to what it sent.
+    projection on P leaves of its own matrix, which is orthogonal to what it sent. Each rank makes P
+    orthogonal by itself: on other hardware, or with another number of threads, its bits may be others.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
     optimization" (2019), algorithm 1 with a warm start.

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
 from shoal.data.dataset import open_dataset
 from shoal.data.synthetic import write_dataset
 from shoal.errors import ConfigError, InputError
@@ -103,6 +104,11 @@ def parity(
         raise InputError(
             f"model.network = {config.model.network}: parity compares ways to cut a decoder",
             hint="a network of fixed form has one layout, replicas",
+        )
+    if strategy_of(config).kind == "outer":
+        raise InputError(
+            f"sync.strategy = {config.sync.strategy}: parity compares processes that take the same steps",
+            hint="leave the section sync out, or choose a strategy that agrees at every step",
         )
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     if not chosen:

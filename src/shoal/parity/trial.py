@@ -106,7 +106,8 @@ def _gradient(job: Job, weight: torch.nn.Parameter) -> Tensor:
 def _compare(job: Job, trial: Trial, outcome: Outcome, kind: str, tensor: Callable[[str], Tensor]) -> None:
     """Put each tensor of this rank together, one at a time, and measure or keep it. Collective."""
     mesh, model = job.model.mesh, job.model
-    keeper = mesh.dp_rank == 0 and mesh.tp_rank == 0
+    owners = kind == "gradient" and model.owners is not None
+    keeper = owners or (mesh.dp_rank == 0 and mesh.tp_rank == 0)
     found = outcome.tensors.setdefault(kind, {})
     # A gradient is complete on the rank that updates its weight.
     for name in model.updated_weights() if kind == "gradient" else model.named_weights():

@@ -35,6 +35,7 @@ class ExampleData:
         return {
             "shape": list(first.shape),
             "num_classes": first.num_classes,
+            "dtype": first.split("train")[0].dtype.name,
             "mean": first.mean,
             "std": first.std,
         }

@@ -152,6 +152,12 @@ def _state(job: Job, step: int) -> dict[str, Any]:
 
 def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
     """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
+    theirs, ours = state.get("network", "decoder"), job.config.model.network
+    if theirs != ours:
+        raise ConfigError(
+            f"{checkpoint} holds the weights of a {theirs}, and model.network = {ours}",
+            hint=f"use model.network = {theirs}, or leave --init out",
+        )
     job.task.data.refuse_other(state, checkpoint)
     tensors = _tensors(job) if job.request.init_optimizer else _weights(job.model.named_weights())
     job.checkpoints.load(checkpoint, tensors)

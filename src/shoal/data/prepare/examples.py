@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from shoal.runtime.files import atomic_write, hash_file, read_json, write_json
 RANDOM = "random-images"
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _IDX_BYTES = b"\x00\x00\x08"  # what an IDX file of bytes begins with, before the number of its dims
+_DAMAGED = (zipfile.BadZipFile, zlib.error)
 _MAX_BYTES = 1 << 34  # of one array
 _MAX_CLASSES = 1 << 16
 _ROWS = 4096  # at a time
@@ -182,25 +184,27 @@ def _checked(source: str, inputs: NDArray[Any], labels: NDArray[Any]) -> Pair:
 
 
 def _read_npz(path: Path) -> list[Found]:
+    pairs = [("x", "y", False), ("x_train", "y_train", False), ("x_test", "y_test", True)]
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 _refuse_large(path, member.filename, member.file_size)
         with np.load(path, allow_pickle=False) as arrays:
-            known = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            known = {name: arrays[name] for pair in pairs for name in pair[:2] if name in arrays.files}
+            names = arrays.files
+    except (OSError, ValueError, EOFError, RuntimeError, MemoryError, *_DAMAGED) as error:
         raise DataError(f"{path} cannot be read: {error}", hint=f"give an .npz with {_WANTED}") from error
-    pairs = [("x", "y", False), ("x_train", "y_train", False), ("x_test", "y_test", True)]
     found = [(test, known[x], known[y]) for x, y, test in pairs if {x, y} <= known.keys()]
     if not found:
-        raise DataError(f"{path} holds {', '.join(known) or 'nothing'}", hint=f"it needs {_WANTED}")
+        raise DataError(f"{path} holds {', '.join(names) or 'nothing'}", hint=f"it needs {_WANTED}")
     return found
 
 
 def _idx_files(path: Path) -> list[Path]:
     """Return IDX files of images: `path` itself, or those in the folder."""
     files = path.glob(f"*{_IMAGES}*") if path.is_dir() else [path]
-    return sorted(file for file in files if _IMAGES in file.name)
+    named = {file.name.removesuffix(".gz"): file for file in sorted(files) if _IMAGES in file.name}
+    return [named[name] for name in sorted(named)]  # one of a file that is there packed, too
 
 
 def _labels_of(images: Path) -> Path:
@@ -223,7 +227,7 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
             size = math.prod(shape)
             _refuse_large(path, "its array", size)
             data = file.read(size + 1)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, *_DAMAGED) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not shape or len(data) != size:
         raise DataError(f"{path} is no IDX file of bytes, or it is cut short", hint="copy it again")
