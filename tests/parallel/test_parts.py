@@ -117,7 +117,7 @@ def sums_under_way(run_dir, values):
     job = make_job(run_dir, values)
     scatter = job.model.sharding._scatter
     batch = job.task.batch(1)
-    job.model.forward_backward(job.task.micro_batches(batch), 1 / batch.global_tokens)
+    job.model.forward_backward(job.task.micro_batches(batch), 1 / batch.global_targets)
     seen = [len(scatter._in_flight)]
     job.model.finish_gradients()
     return [*seen, len(scatter._in_flight)]
