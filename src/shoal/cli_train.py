@@ -253,7 +253,7 @@ def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tup
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
     whole = request.resolve_layout(nproc * (place[0] if place else 1))
-    if strategy_of(request.config).kind == "outer" and whole.replicas > 1:
+    if strategy_of(request.config).apart and whole.replicas > 1:
         return _start_islands(request, whole, nproc, max_restarts, place)
     if not place:
         request.check(nproc)
@@ -285,15 +285,17 @@ def _start_islands(
 
     to_screen()
     request.check(whole.world_size)
+    dispensable = strategy_of(request.config).kind == "outer"
     return Archipelago(
         sys.argv[1:],
         request.run_dir,
         replicas=whole.replicas,
         size=whole.as_island().world_size,
         nproc=nproc,
-        max_restarts=3 if max_restarts is None else max_restarts,
+        max_restarts=(3 if max_restarts is None else max_restarts) if dispensable else 0,
         place=Place(*place),
         timeout_s=request.config.runtime.timeout_s,
+        without="the others go on without it" if dispensable else "the others end: it served them",
     ).run()
 
 

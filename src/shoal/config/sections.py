@@ -222,9 +222,11 @@ class Sync(Section):
         "block_momentum",
         "diloco",
         "streaming_diloco",
+        "async_sgd",
     ] = "allreduce"
     """allreduce, central_*, device_sharded and tree_update give the same result; bf16 to powersgd send less;
-    model_averaging to streaming_diloco let replicas train by themselves between agreements."""
+    model_averaging to streaming_diloco let replicas train by themselves between agreements; async_sgd never
+    waits for the slowest, within sync.staleness steps."""
     algorithm: Literal["backend", "ring", "chunked_ring", "tree", "halving_doubling", "hierarchical"] = (
         "backend"
     )
@@ -250,6 +252,8 @@ class Sync(Section):
     """streaming_diloco: parts of the model that agree in turn, each every sync.every steps."""
     overlap: NonNegativeInt = 5
     """streaming_diloco: steps for which a part's exchange may be under way."""
+    staleness: NonNegativeInt = 4
+    """async_sgd: steps that the fastest worker may be ahead of the slowest."""
 
 
 class Checkpoint(Section):

@@ -11,8 +11,8 @@ from shoal.config.sections import Config, Sync
 from shoal.errors import ConfigError
 
 # exchange: gradients become the same on all replicas. owner: one replica updates a weight for all.
-# outer: replicas train by themselves and agree on weights now and then.
-Kind = Literal["exchange", "owner", "outer"]
+# outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
+Kind = Literal["exchange", "owner", "outer", "asynchronous"]
 _CLASSIC_LAYERS = 3  # of the network with fewest
 _OUTER = ("every", "lr", "int8", "block")
 
@@ -24,6 +24,11 @@ class Strategy:
     kind: Kind
     exact: bool  # the result is that of plain all-reduce, to rounding
     reads: tuple[str, ...] = ()  # settings of the section sync
+
+    @property
+    def apart(self) -> bool:
+        """Say whether each replica is a world of its own."""
+        return self.kind in ("outer", "asynchronous")
 
 
 STRATEGIES = {
@@ -41,6 +46,7 @@ STRATEGIES = {
     "block_momentum": Strategy("outer", False, (*_OUTER, "momentum")),
     "diloco": Strategy("outer", False, (*_OUTER, "momentum")),
     "streaming_diloco": Strategy("outer", False, (*_OUTER, "momentum", "fragments", "overlap")),
+    "async_sgd": Strategy("asynchronous", False, ("staleness",)),
 }
 
 
@@ -72,7 +78,8 @@ def _settings(config: Config, layout: Layout) -> Iterator[Problem]:
 
 
 def _owners(config: Config, layout: Layout) -> Iterator[Problem]:
-    if strategy_of(config).kind == "owner" and (layout.zero or layout.tp * layout.pp > 1):
+    kind = strategy_of(config).kind
+    if kind in ("owner", "asynchronous") and (layout.zero or layout.tp * layout.pp > 1):
         yield (
             f"sync.strategy = {config.sync.strategy} under {layout}: one rank updates whole weights for all "
             "others, and here each rank has a part of them",
@@ -103,7 +110,8 @@ def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]
 
 def _reduce_dtype(config: Config, layout: Layout) -> Iterator[Problem]:
     strategy = config.sync.strategy
-    exchanged = strategy_of(config).kind == "exchange" and strategy != "allreduce"
+    kind = strategy_of(config).kind
+    exchanged = kind == "asynchronous" or kind == "exchange" and strategy != "allreduce"
     if exchanged and config.precision.reduce_dtype != "fp32" and not layout.zero:
         yield (
             f"precision.reduce_dtype = {config.precision.reduce_dtype} with sync.strategy = {strategy}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,13 +14,22 @@ class InStep:
     """Replicas that take the same step need nothing. Strategies after the step replace what they need."""
 
     traffic: Traffic | None = None  # what this rank has sent to agree, where it is counted
+    saves = True  # this replica's state is the run's, and begins with what a checkpoint holds
 
     def start(self, step: int) -> int:
         """Begin when `step` steps are done here; return how many are then. Collective over the replicas."""
         return step
 
+    def take_step(self, step: Callable[[float], None], rate: float) -> None:
+        """Have the weights updated by their gradients, by `step` or by others, at a learning rate."""
+        step(rate)
+
     def after_step(self, step: int) -> None:
         """Follow a step that this replica has taken, or left out. Collective over the replicas."""
+
+    def stopping(self, step: int, *, asked: bool) -> bool:
+        """Say whether to stop after a step; `asked` is whether this replica was told to."""
+        return asked
 
     def close(self) -> None:
         """Take part no more. Called when all that is to be saved has been."""

@@ -91,6 +91,7 @@ class Meeting:
         self.traffic = Traffic()
         self._slow_link = slow_link  # Mbit/s
         self._island, self._rank, self._plan = island, rank, plan
+        self._patience_s, self._transfer_s = patience_s, _TRANSFER_S
         self._address = address_towards(island.host)  # an island itself may meet on loopback
         self._store: dist.Store = connect(island.host, island.port)
         self._until = time.monotonic() + patience_s
@@ -146,6 +147,22 @@ class Meeting:
             f"{_MAX_FAILURES} exchanges with other replicas failed, one after the other",
             hint="see the logs of all replicas; check the network between them",
         )
+
+    def everybody(self, step: int) -> Transport:
+        """Return a way to all islands, in their order, on which one may wait `patience_s` for a tensor.
+
+        None may be missing. Collective over them.
+        """
+        self._transfer_s = self._patience_s
+        place = Place(0, step)
+        self.enter(place, lambda record, transport: None)
+        record, transport = self.agree(place, lambda record, transport: transport)
+        if transport is None or len(record.present) < self._island.replicas:
+            raise ShoalError(
+                f"of {self._island.replicas} replicas only {', '.join(map(str, record.present))} came",
+                hint="see the logs of the others; run the same command again on all hosts",
+            )
+        return transport
 
     def leave(self) -> None:
         """Tell the others not to wait any more."""
@@ -235,7 +252,7 @@ class Meeting:
             len(record.present),
             address=self._address,
             meet_s=LOST_S,
-            timeout_s=_TRANSFER_S,
+            timeout_s=self._transfer_s,
             traffic=self.traffic,
         )
         self._group = record.present, slowed(transport, self._slow_link)

@@ -84,8 +84,12 @@ class Archipelago:
         max_restarts: int,
         place: Place,
         timeout_s: float,
+        without: str,
     ) -> None:
-        """Prepare nproc / size replicas, each `shoal ARGUMENTS`; host or reach the store of `place`."""
+        """Prepare nproc / size replicas, each `shoal ARGUMENTS`; host or reach the store of `place`.
+
+        `without` says what the others do when one is lost for good.
+        """
         if nproc % size:
             raise ConfigError(
                 f"--nproc {nproc} with replicas of {size} processes: one would lie on two hosts",
@@ -93,6 +97,7 @@ class Archipelago:
             )
         self._arguments, self._run_dir = list(arguments), run_dir
         self._replicas, self._size, self._max_restarts = replicas, size, max_restarts
+        self._without = without
         self._address = network.resolve(place.host, place.port)
         if place.nnodes > 1:
             network.refuse_loopback(self._address, f"--rdzv {place.host}:{place.port}")
@@ -187,7 +192,7 @@ class Archipelago:
             then = f"starting it again (restart {self._restarts[replica]} of {self._max_restarts})"
         else:
             self._statuses[replica] = failure.exit_code
-            then = "the others go on without it"
+            then = self._without
         log.warning(f"replica {replica} is lost: {failure.sentence}\n  {then}")
 
     def _failure(self, replica: int, code: int) -> Failure:

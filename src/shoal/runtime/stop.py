@@ -57,7 +57,7 @@ class Stop:
         started = float(os.environ.get(STARTED, time.time())) if launched else time.time()
         self._deadline = started + runtime.max_time_s if runtime.max_time_s else None
         self._signal = ""
-        self.reason = ""
+        self.reason = "a stop asked of another rank"
 
     def listen(self) -> None:
         """Install the signal handlers, except where a signal is ignored, as SIGHUP is under nohup."""
@@ -76,7 +76,7 @@ class Stop:
         else:
             reason = ""
         if self._process.any(bool(reason)):
-            self.reason = reason or self.reason or "a stop asked of another rank"
+            self.reason = reason or self.reason
             return True
         return False
 

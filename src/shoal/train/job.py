@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import nn
 
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config.load import to_toml
@@ -15,6 +16,7 @@ from shoal.config.sections import Config, Runtime
 from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError
 from shoal.gradsync.after_step import InStep
+from shoal.gradsync.async_sgd import AsyncSgd, Pace, Update
 from shoal.gradsync.held_back import HeldBack
 from shoal.gradsync.meeting import Meeting
 from shoal.gradsync.rounds import OuterRounds
@@ -32,7 +34,7 @@ from shoal.tasks.task import Task
 from shoal.train.clock import StepClock
 from shoal.train.guard import LossGuard
 from shoal.train.metrics import Metrics
-from shoal.train.optimiser import Optimiser, build_optimiser
+from shoal.train.optimiser import Optimiser, build_optimiser, optimiser_tensors
 from shoal.train.precision import Precision
 from shoal.train.profiler import StepProfiler
 from shoal.train.request import Request
@@ -89,14 +91,15 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
     metrics = Metrics(request.run_dir, task, process, precision, clock, layout.islands)
+    optimiser = build_optimiser(model.updated_weights(), config.optimizer)
     return Job(
         request=request,
         config=config,
         process=process,
         task=task,
         model=model,
-        sync=model.owners or _make_sync(request, task, model, process, metrics),
-        optimiser=build_optimiser(model.updated_weights(), config.optimizer),
+        sync=model.owners or _make_sync(request, task, model, optimiser, process, metrics),
+        optimiser=optimiser,
         compilation=compilation,
         precision=precision,
         validation=_eval_set(task, "validation"),
@@ -117,11 +120,16 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
 
 
 def _make_sync(
-    request: Request, task: Task[Any, Any], model: CutModel[Any], process: Process, metrics: Metrics
+    request: Request,
+    task: Task[Any, Any],
+    model: CutModel[Any],
+    optimiser: Optimiser,
+    process: Process,
+    metrics: Metrics,
 ) -> InStep:
     """Return what the replicas do for each other after a step; reach the others where they are apart."""
     config, layout, island = task.config, model.mesh.layout, request.island
-    if strategy_of(config).kind != "outer":
+    if not strategy_of(config).apart:
         return HeldBack(model.exchange, model.mesh, config.parallel.split)
     if layout.dp_replicate > 1:
         raise ConfigError(
@@ -137,6 +145,8 @@ def _make_sync(
         plan = xxhash.xxh3_128_hexdigest("\n".join(facts).encode())
         runtime = config.runtime
         meeting = Meeting(island, process.rank, plan, runtime.timeout_s, runtime.slow_link)
+    if config.sync.strategy == "async_sgd":
+        return _make_async(config, model, optimiser, island.replica if island else 0, meeting)
     return OuterRounds(
         model.named_weights(),
         config.sync,
@@ -145,6 +155,25 @@ def _make_sync(
         meeting=meeting,
         record=metrics.record_round,
         incidents=request.run_dir / "incidents.jsonl" if process.rank == 0 else None,
+    )
+
+
+def _make_async(
+    config: Config, model: CutModel[Any], optimiser: Optimiser, rank: int, meeting: Meeting | None
+) -> AsyncSgd:
+    def update_of(named: dict[str, nn.Parameter]) -> Update:
+        own = build_optimiser(named, config.optimizer)
+        return Update(own.step, lambda: optimiser_tensors(named, own))
+
+    weights = model.named_weights()
+    return AsyncSgd(
+        weights,
+        lambda: optimiser_tensors(weights, optimiser),
+        update_of,
+        Pace(config.sync.staleness, config.checkpoint.every, config.train.steps, config.runtime.stop_after),
+        rank,
+        model.mesh.layout.replicas,
+        meeting,
     )
 
 

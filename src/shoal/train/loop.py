@@ -41,7 +41,7 @@ def train(job: Job) -> bool:
         if save_is_due(job, step):
             save(job, step)
         job.checkpoints.poll()
-        stopping = job.stop.requested(step)
+        stopping = job.sync.stopping(step, asked=job.stop.requested(step))
         job.profiler.end(step, stopping=stopping)
         if stopping:
             break

@@ -49,9 +49,12 @@ def _machine(job: Job) -> list[tuple[str, str]]:
 
 
 def _sync(job: Job) -> list[tuple[str, str]]:
-    if strategy_of(job.config).kind != "outer":
-        return []
     sync, replicas = job.config.sync, job.model.mesh.layout.replicas
+    if not strategy_of(job.config).apart:
+        return []
+    if sync.strategy == "async_sgd":
+        ahead = f"the fastest at most {sync.staleness} steps ahead"
+        return [("sync", f"{sync.strategy}: {replicas} workers that serve each other, {ahead}")]
     return [("sync", f"{sync.strategy}: {replicas} replicas agree on weights every {sync.every} steps")]
 
 

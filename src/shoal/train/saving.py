@@ -24,6 +24,8 @@ def resume(job: Job) -> int:
 
     Collective over the world.
     """
+    if not job.sync.saves:
+        return 0  # the first replica tells this one where it is
     checkpoint = job.checkpoints.latest() or _of_first_replica(job)
     try:
         if checkpoint is not None:
@@ -93,7 +95,7 @@ def _take_over(job: Job, state: dict[str, Any]) -> None:
 
 def save(job: Job, step: int) -> None:
     """Start saving the job as it is after `step`; training waits for the copy to host memory only."""
-    if job.saved_step == step:
+    if job.saved_step == step or not job.sync.saves:
         return
     files = {"config.toml": to_toml(job.config).encode()}
     if job.process.rank == 0:

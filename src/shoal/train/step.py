@@ -58,7 +58,7 @@ def _take_step(job: Job, step: int, loss: float, grad_norm: float) -> bool:
         job.skipped += 1
         return False
     with job.clock.phase("optimiser"):
-        job.optimiser.step(learning_rate(job.config, step, job.skipped))
+        job.sync.take_step(job.optimiser.step, learning_rate(job.config, step, job.skipped))
     return True
 
 

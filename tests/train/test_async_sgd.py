@@ -1,0 +1,120 @@
+"""Asynchronous SGD with the real trainer: one worker is plain training, a run resumes, others load it."""
+
+import json
+import os
+import signal
+import time
+import uuid
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_island, run_training, tiny_config
+from tests.train.test_command import Running, shoal
+
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
+ASYNC = {"strategy": "async_sgd"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+@pytest.fixture
+def apart(pool):
+    """Return a function that trains two workers; it gives each one's result."""
+    stores = []
+
+    def run(run_dir, values):
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return pool.run(run_island, 2, run_dir, values, 2, stores[-1].port, uuid.uuid4().hex)
+
+    return run
+
+
+def close(left, right, **tolerance):
+    for name, weight in left["weights"].items():
+        np.testing.assert_allclose(right["weights"][name], weight, **tolerance, err_msg=name)
+
+
+def test_one_worker_is_plain_training_bit_for_bit(pool, data, tmp_path):
+    plain = pool.run(run_training, 1, tmp_path / "plain", tiny_config(data))[0]
+    alone = pool.run(run_training, 1, tmp_path / "async", tiny_config(data, sync=ASYNC))[0]
+    assert alone["losses"] == plain["losses"]
+    close(plain, alone, rtol=0, atol=0)
+    for name, moments in plain["moments"].items():
+        for key, moment in moments.items():
+            assert np.array_equal(moment, alone["moments"][name][key]), (name, key)
+
+
+def test_two_workers_in_step_are_plain_replicas_and_so_is_a_run_that_resumes(pool, apart, data, tmp_path):
+    """A save is where all wait for each other, so its step says what is in it."""
+    plain = pool.run(run_training, 2, tmp_path / "plain", tiny_config(data, optimizer=SGD))[0]
+    values = tiny_config(data, optimizer=SGD, sync=ASYNC | {"staleness": 0})
+    first, second = apart(tmp_path / "run", values | {"runtime": {**values["runtime"], "stop_after": 3}})
+    assert not first["done"]
+    assert not (tmp_path / "run/replicas/1/checkpoints/step-00000003").exists()  # the first one saves for all
+    first, second = apart(tmp_path / "run", values)
+    assert first["steps"] == second["steps"] == [1, 2, 3, 4, 5]
+    close(first, second, rtol=0, atol=0)
+    close(plain, first, rtol=2e-5, atol=2e-7)
+
+
+def test_weights_moments_and_step_survive_into_any_strategy(pool, apart, data, tmp_path):
+    values = tiny_config(data, sync=ASYNC, checkpoint={"every": 2}, train={"steps": 3})
+    saved = apart(tmp_path, values)[0]
+    state = json.loads((tmp_path / "checkpoints/step-00000003/state.json").read_text())
+    assert state["step"] == 3
+    loaded = pool.run(run_training, 2, tmp_path, tiny_config(data, train={"steps": 3}))[0]
+    close(saved, loaded, rtol=0, atol=0)
+    for name, moments in saved["moments"].items():
+        assert moments["step"] == 6  # a server's steps: one for each gradient
+        for key, moment in moments.items():
+            assert np.array_equal(moment, loaded["moments"][name][key]), (name, key)
+    longer = pool.run(run_training, 2, tmp_path, tiny_config(data, train={"steps": 5}))[0]
+    assert longer["steps"] == [1, 2, 3, 4, 5]
+    assert longer["losses"][-1] < longer["losses"][0]
+
+
+def step_of(run):
+    path = run / "metrics.jsonl"
+    steps = [line["step"] for text in path.read_text().splitlines() if "loss" in (line := json.loads(text))]
+    return max(steps, default=0)
+
+
+@pytest.mark.proof
+def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_that_dies_ends_all(data, tmp_path):
+    run = tmp_path / "run"
+    options = ("--nproc", "2", "--sync.strategy", "async_sgd", "--train.steps", "1000000")
+    options += ("--checkpoint.every", "10", "--train.compile", "off", "--train.micro_batch_size", "2")
+    bound = ("--sync.staleness", "50")
+    job = Running(data, run, *options, *bound, "--checkpoint.every", "100000")
+    job.wait_for_step(20, timeout=120)
+    worker = int((run / "replicas/1/ranks/rank-0/pid").read_text())
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        time.sleep(0.5)
+        stood = step_of(run / "replicas/1")
+        time.sleep(5)
+        assert stood + 45 <= step_of(run) <= stood + 52
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    job.wait_for_step(stood + 100, timeout=120)
+    job.process.send_signal(signal.SIGTERM)
+    status, screen = job.end(120)
+    assert status == 75, screen
+    kept = max(int(path.name[-8:]) for path in run.glob("checkpoints/step-*"))
+    assert step_of(run) == step_of(run / "replicas/1") == kept
+    job = Running(data, run, *options)
+    job.wait_for_step(kept + 25, timeout=120)
+    os.kill(int((run / "replicas/1/ranks/rank-0/pid").read_text()), signal.SIGKILL)
+    status, screen = job.end(120)
+    assert status == 1, screen
+    assert "worker 1 is lost, and with it the newest weights of its share" in screen
+    assert "the others end: it served them" in screen
+    status, screen = shoal(data, run, *options, "--stop-after", str(kept + 40), timeout=120)
+    assert status == 75, screen
+    assert "resumed from step-" in screen
