@@ -29,6 +29,35 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         {"parallel": {"tp": 1}},
     ),
     (
+        "_settings",
+        "dp2",
+        {"sync": {"strategy": "diloco", "staleness": 2}},
+        "sync.staleness = 2 with sync.strategy = diloco, which does not read it",
+        "leave it out, or choose a strategy that does: async_sgd",
+        {"sync": {"strategy": "async_sgd"}},
+    ),
+    *(
+        (
+            "_owners",
+            words,
+            {"sync": {"strategy": "async_sgd"}},
+            f"sync.strategy = async_sgd under {words}: one rank updates whole weights for all others, and "
+            "here each rank has a part of them",
+            "use plain replicas, such as dp2, or sync.strategy = allreduce",
+            {"parallel": {"tp": 1, "pp": 1, "zero": 0, "dp_shard": 0}},
+        )
+        for words in ("dp2*tp2", "pp2", "dp2*zero1x2")
+    ),
+    (
+        "_reduce_dtype",
+        "dp2",
+        {"sync": {"strategy": "async_sgd"}, "precision": {"reduce_dtype": "bf16"}},
+        "precision.reduce_dtype = bf16 with sync.strategy = async_sgd, which has a format of its own for "
+        "what travels",
+        "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
+        {"precision": {"reduce_dtype": "fp32"}},
+    ),
+    (
         "_somebody_to_agree_with",
         "zero2x4",
         {"sync": {"strategy": "onebit"}},

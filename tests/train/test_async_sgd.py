@@ -86,7 +86,9 @@ def step_of(run):
 
 
 @pytest.mark.proof
-def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_that_dies_ends_all(data, tmp_path):
+def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_that_dies_ends_all(
+    data, tmp_path
+):
     run = tmp_path / "run"
     options = ("--nproc", "2", "--sync.strategy", "async_sgd", "--train.steps", "1000000")
     options += ("--checkpoint.every", "10", "--train.compile", "off", "--train.micro_batch_size", "2")

@@ -56,7 +56,7 @@ class Pace:
 
     def is_common(self, step: int) -> bool:
         """Say whether all wait for each other after a step."""
-        return step == self.last or bool(self.save_every) and step % self.save_every == 0
+        return step == self.last or (bool(self.save_every) and step % self.save_every == 0)
 
     def needed(self, step: int) -> int:
         """Return the step of which all gradients are needed after this one."""
@@ -119,7 +119,7 @@ class Server:
 
     @torch.no_grad()
     def take(self, worker: int, step: int, rate: float, gradient: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Follow a worker's gradient; return the worker, the step and the values of each answer now due.
+        """Follow a worker's gradient; return the answers now due: to whom, the step complete here, values.
 
         Where all wait for each other, the first worker, which saves, gets the optimiser's state, too.
         """
@@ -206,7 +206,9 @@ class AsyncSgd(InStep):
         # Nobody begins a step before it has heard of this one, if that is more than the bound later.
         last = step + self._pace.staleness + 1 if self._asked else self._pace.last
         for server, share in enumerate(self._shares):
-            gradients = [] if math.isnan(self._rate) else [w.grad for w in share.values() if w.grad is not None]
+            gradients = (
+                [] if math.isnan(self._rate) else [w.grad for w in share.values() if w.grad is not None]
+            )
             gradient = pack(gradients, self._like)
             message = Message(_GRADIENT, step, last, self._rate, gradient.numel())
             if server == self._rank:
@@ -246,7 +248,7 @@ class AsyncSgd(InStep):
             fill([*weights, *(self._moments(server) if more else ())], values)
 
     def _moments(self, server: int) -> list[Tensor]:
-        """Return the optimiser's state of a share as a checkpoint has it, in the order in which it travels."""
+        """Return a share's optimiser state as a checkpoint has it, in the order in which it travels."""
         share = self._shares[server]
         return [tensor for key, tensor in sorted(self._whole().items()) if key.rpartition(".")[0] in share]
 

@@ -18,7 +18,8 @@ def train(job: Job) -> bool:
     job.metrics.start(start, job.sync.traffic)
     if job.evaluation_pending:
         validate(job, start)
-        if job.evaluation_pending:  # stopped again before it was done
+        # Stopped again before it was done; where others have to agree, they do so after some steps.
+        if job.evaluation_pending and job.sync.stopping(start, asked=True):
             return _finish(job, start)
     for step in range(start + 1, job.config.train.steps + 1):
         job.clock.begin(step)
