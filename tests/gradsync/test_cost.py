@@ -11,12 +11,14 @@ from shoal.comm.silent_transport import SilentTransport
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.sections import Sync
 from shoal.gradsync import owners
+from shoal.gradsync.async_sgd import Pace as AsyncPace
 from shoal.gradsync.carried import Carried
 from shoal.gradsync.choose import method_of
 from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.cost import Demand, Line, Pace, Replicas, break_even, demand, seconds, step_lines
 from shoal.gradsync.exchange import Bucket
 from shoal.gradsync.outer import average, pack
+from tests.gradsync.test_async_sgd import make, train
 
 SHAPES = {"a": (64, 48), "b": (64,), "c": (48, 64), "d": (64, 33), "e": (64, 33), "f": (64,)}
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
@@ -78,6 +80,14 @@ def owning(strategy):
     return act
 
 
+def working(transport, steps):
+    weights = {name: nn.Parameter(torch.randn(*shape)) for name, shape in SHAPES.items()}
+    _, _, sync = make(transport, AsyncPace(1, 0, steps), named=weights)
+    sync.start(0)
+    train(weights, sync, steps)
+    sync.close()
+
+
 EXCHANGES = [
     Sync(algorithm="chunked_ring"),
     Sync(algorithm="ring"),
@@ -116,6 +126,23 @@ def test_owners_send_what_their_formula_says(strategy, size, hosts):
     else:  # gradients come in as weights go out
         assert said.sent_bytes == pytest.approx(by_rank, rel=0.01)
         assert said.link_bytes == pytest.approx(2 * by_link, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (4, 4), (4, 2)])
+def test_asynchronous_workers_send_what_their_formula_says(size, hosts):
+    one, three = (traffic(size, lambda t, steps=steps: working(t, steps), hosts) for steps in (1, 3))
+    said = demand(Sync(strategy="async_sgd"), SHAPES, Replicas(size, hosts))
+    assert said.sent_bytes == pytest.approx((three[0] - one[0]) / 2, rel=0.02)
+    assert said.link_bytes == pytest.approx((three[1] - one[1]) / 2, rel=0.02)
+
+
+def test_what_asynchronous_workers_send_hides_behind_the_next_step_unless_they_are_in_step():
+    pace, per_byte_s = Pace(1.0, 0.5), 1e-6
+    for staleness, num_bytes, step_s in ((4, 4e5, 1.0), (4, 3e6, 3.0), (0, 4e5, 1.4)):
+        shapes = {"a": (round(num_bytes / 8),), "b": (round(num_bytes / 8),)}
+        asked = demand(Sync(strategy="async_sgd", staleness=staleness), shapes, Replicas(2, 2))
+        assert asked.link_bytes == num_bytes
+        assert seconds(step_lines(asked, pace, 0.0, 0.0), per_byte_s) == pytest.approx(step_s)
 
 
 @pytest.mark.parametrize("int8", [False, True])

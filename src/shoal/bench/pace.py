@@ -25,13 +25,14 @@ from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config, Sync
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError
+from shoal.gradsync import async_sgd
 from shoal.gradsync.carried import Carried
 from shoal.gradsync.choose import method_of
 from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.cost import Pace, Shapes
 from shoal.gradsync.exchange import Bucket
 from shoal.gradsync.outer import average, mix, outer_sgd, pack, unpack
-from shoal.gradsync.owners import Owners
+from shoal.gradsync.owners import Owners, share_out
 from shoal.models.decoder import Decoder
 from shoal.models.init import initialise
 from shoal.models.loss import CrossEntropy
@@ -182,7 +183,7 @@ def time_work(sync: Sync, shapes: Shapes, transport: Transport) -> float:
         if not weights or total <= _MOST_ELEMENTS:
             weights[name] = torch.randn(*shape, device=transport.device)
             taken += weights[name].numel()
-    kinds = {"exchange": _exchange, "owner": _owners, "outer": _outer}
+    kinds = {"exchange": _exchange, "owner": _owners, "outer": _outer, "asynchronous": _asynchronous}
     act = kinds[STRATEGIES[sync.strategy].kind](sync, weights, transport)
     samples = []
     for _ in range(_STEPS + 1):
@@ -248,6 +249,24 @@ def _outer(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Call
         for weight, anchor, momentum, gradient in zip(weights.values(), anchors, momenta, mean, strict=True):
             sgd.step(anchor, momentum if sgd.momentum else None, gradient)
             mix(weight, anchor, 0)
+
+    return act
+
+
+def _asynchronous(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Callable[[], None]:
+    """Return what a worker, and the server in it, do in a step beside the optimiser's steps."""
+    named = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
+    like, size = list(named.values()), transport.size
+    shares = share_out(named, size)
+    still = async_sgd.Update(lambda rate: None, dict)
+    server = async_sgd.Server(shares[transport.rank], lambda share: still, size, async_sgd.Pace(1, 0, 0))
+
+    def act() -> None:
+        flats = [async_sgd.pack(share.values(), like) for share in shares]  # gradients out, then weights in
+        for worker in range(size):
+            server.take(worker, 1, 0.0, flats[transport.rank])
+        for share, flat in zip(shares, flats, strict=True):
+            async_sgd.fill(list(share.values()), flat)
 
     return act
 

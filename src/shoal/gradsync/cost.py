@@ -15,6 +15,7 @@ Of S bytes (E encoded), n replicas on h hosts with r = n/h each, neighbours toge
 | device_sharded | (n-1) times the largest share, twice | 2 (n-1) | nothing |
 | tree_update | 2 log2(h) S | 2 log2(n) a bucket | nothing |
 | outer strategies | r (n-r)/n E + (n-1)/n E, every H steps | 2 (n-1) | streaming: behind `overlap` steps |
+| async_sgd | 2 r (n-r)/n S where shares are even | 2 | all, behind the next step, with any staleness |
 
 Buckets hide behind the last micro-batch's backward pass, and only those of plain replicas; the last one is
 full when this ends. Links inside a host are free. Where a replica has several ranks, each sends its part.
@@ -120,7 +121,7 @@ def demand(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
     """Return what a strategy asks of the network, warm-up apart."""
     if replicas.count == 1:
         return Demand(0, 0, 0)
-    kinds = {"exchange": _exchange, "owner": _owner, "outer": _outer}
+    kinds = {"exchange": _exchange, "owner": _owner, "outer": _outer, "asynchronous": _asynchronous}
     return kinds[STRATEGIES[sync.strategy].kind](sync, shapes, replicas)
 
 
@@ -190,6 +191,17 @@ def _outer(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
         behind_steps=sync.overlap * exchanges if streaming else 0.0,
         tail=0.0 if streaming and sync.overlap else 1.0,
     )
+
+
+def _asynchronous(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
+    """Count gradients that leave the host of whoever serves most, and weights that it serves to others."""
+    n, here, total = replicas.count, replicas.here, _count(shapes)
+    largest = max(total / n, *map(math.prod, shapes.values()))
+    served = largest + (here - 1) * (total - largest) / (n - 1)  # by this host
+    out = here * (total - served) + (n - here) * served
+    hiding = sync.staleness > 0
+    sent = total + (n - 2) * largest
+    return Demand(4 * sent, 4 * out, 2, behind_steps=float(hiding), tail=0.0 if hiding else 1.0)
 
 
 def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:

@@ -105,7 +105,7 @@ def parity(
             f"model.network = {config.model.network}: parity compares ways to cut a decoder",
             hint="a network of fixed form has one layout, replicas",
         )
-    if strategy_of(config).kind == "outer":
+    if strategy_of(config).apart:
         raise InputError(
             f"sync.strategy = {config.sync.strategy}: parity compares processes that take the same steps",
             hint="leave the section sync out, or choose a strategy that agrees at every step",
