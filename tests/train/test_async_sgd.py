@@ -66,6 +66,9 @@ def test_two_workers_in_step_are_plain_replicas_and_so_is_a_run_that_resumes(poo
 def test_weights_moments_and_step_survive_into_any_strategy(pool, apart, data, tmp_path):
     values = tiny_config(data, sync=ASYNC, checkpoint={"every": 2}, train={"steps": 3})
     saved = apart(tmp_path, values)[0]
+    size = sum(weight.nbytes for weight in saved["weights"].values())
+    sent = sum(line.get("sync_bytes", 0) for line in saved["lines"])
+    assert 2 * size < sent <= 3 * (size + 80)  # three steps; the last answers may be under way still
     state = json.loads((tmp_path / "checkpoints/step-00000003/state.json").read_text())
     assert state["step"] == 3
     loaded = pool.run(run_training, 2, tmp_path, tiny_config(data, train={"steps": 3}))[0]
