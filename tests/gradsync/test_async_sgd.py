@@ -1,6 +1,7 @@
 """Asynchronous SGD on ranks that are threads: which gradients count, who waits, what travels."""
 
 import math
+import threading
 import time
 
 import pytest
@@ -249,6 +250,8 @@ def test_a_stop_asked_of_one_ends_all_after_the_same_step():
 
 
 def test_all_begin_from_what_the_first_worker_has():
+    looked = threading.Barrier(2)  # before a gradient changes it
+
     def work(transport):
         named, whole, sync = make(transport, Pace(2, 0, 9), MOMENTUM)
         state = whole.state()
@@ -257,6 +260,7 @@ def test_all_begin_from_what_the_first_worker_has():
         step = sync.start(0 if transport.rank else 7)
         found = [t.detach().mean().item() for t in named.values()]
         moments = [t.mean().item() for t in sync._server.state()]
+        looked.wait(10)
         train(named, sync, 2, transport.rank, start=step)
         sync.close()
         return step, found, sorted(sync._shares[transport.rank]), moments
