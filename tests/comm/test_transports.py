@@ -1,12 +1,16 @@
 """The same algorithms between processes, over gloo and over MPI, beside the libraries' own collectives."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shoal.comm import all_reduce as algorithms
-from shoal.comm import collectives
+from shoal.comm import collectives, gloo_transport
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
+from shoal.comm.gloo_transport import GlooTransport
 from shoal.comm.torch_transport import TorchTransport
 from tests.mpirun import mpirun, needs_mpi
 
@@ -47,6 +51,26 @@ def half_precision_over_gloo():
 
 def test_formats_over_gloo(pool):
     assert pool.run(half_precision_over_gloo, 2)[1] == [[2.0] * 5] * 3 + [[1.0] * 5]
+
+
+def test_a_time_limit_counts_for_each_segment_so_a_slow_sender_is_not_lost(monkeypatch):
+    monkeypatch.setattr(gloo_transport, "_SEGMENT_BYTES", 1000)
+    store, sent = dist.HashStore(), torch.arange(4500, dtype=torch.int16).view(torch.uint8)
+
+    def rank(number):
+        limits = {"address": "127.0.0.1", "meet_s": 10.0, "timeout_s": 1.0}
+        transport = GlooTransport(dist.PrefixStore("slow", store), number, 2, **limits)
+        if number == 0:
+            arrived = torch.empty_like(sent)
+            transport.recv(arrived, 1)
+            return arrived
+        for part in sent.split(1000):
+            time.sleep(0.25)
+            transport.send(part, 0)
+        return transport
+
+    with ThreadPoolExecutor(2) as threads:
+        assert torch.equal(next(threads.map(rank, range(2))), sent)
 
 
 MPI_RANK = """

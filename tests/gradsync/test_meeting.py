@@ -192,3 +192,57 @@ def test_where_nobody_trains_the_one_that_is_ahead_tells_the_others(sea):
         return step, weights["blocks.0.up"].item(), sync.tensors()["momentum.blocks.0.up"].item()
 
     assert together(2, run) == [(7, 7.0, 7.0), (7, 1.0, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind"),
+    [
+        (Place(1, 26, (1, 25), "a"), Place(1, 24, None, "a")),  # stopped while a fragment was under way
+        (Place(0, 1000, None, "a"), Place(0, 0, None, "b")),  # one resumed what another strategy trained
+        (Place(2, 30, None, "a"), Place(2, 29, None, "b")),
+    ],
+)
+def test_who_knows_something_else_joins_the_one_that_is_ahead(sea, ahead, behind):
+    there = sea(3)
+    places = (behind, ahead, Place(ahead.rounds, ahead.step - 1, ahead.flight, ahead.digest))
+    records = together(3, lambda replica: there.meeting(replica).enter(places[replica], nothing))
+    assert records[0].members.keys() == {"1", "2"}
+    assert records[0].joiners.keys() == {"0"}
+    assert records[0].place == ahead
+
+
+def test_one_in_another_round_is_left_out_and_means_are_of_like_things(sea):
+    there = sea(2)
+    first, second = begin(there)
+    found = []
+
+    def work(replica):
+        if replica == 0:
+            return first.agree(Place(1, 50, (2, 50)), nothing)[0].present
+        with pytest.raises(LeftOut, match="it was in another round"):
+            second.agree(Place(0, 25, (1, 25)), lambda *there: found.append(there))
+
+    assert together(2, work) == [[0], None]
+    assert not found
+
+
+def test_a_fragment_under_way_at_one_only_is_told_to_the_other(sea):
+    """The first was stopped one step after its fragment left, the other one before, at the same anchors."""
+    there, steps = sea(2), 8
+    settings = Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=2, lr=1.0, momentum=0.0)
+
+    def run(replica):
+        weights = parameters(blocks__0__up=[1.0], blocks__1__up=[2.0])
+        sync = there.sync(replica, weights, steps, settings)
+        flight = None if replica else [1, 2]
+        tensors = sync.expect({"rounds": 0, "momentum": False, "fragments": 2, "flight": flight})
+        for name, tensor in tensors.items():
+            tensor.fill_(0.25 if name.startswith("incoming") else 1.0)
+        begin_at = sync.start(1 if replica else 3)
+        descend(replica, sync, weights, begin_at, steps)
+        sync.close()
+        return begin_at, {name: tensor.tolist() for name, tensor in sync.tensors().items()}
+
+    (first, left), (second, right) = together(2, run)
+    assert (first, second) == (3, 3)
+    assert left == right

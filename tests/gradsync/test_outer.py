@@ -1,5 +1,7 @@
 """The outer step by identities in float64, and what travels for it."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from shoal.gradsync.outer import (
     pack,
     unpack,
 )
+from shoal.gradsync.rounds import Flight
 from tests.gradsync.islands import parameters, sea, together
 
 __all__ = ["sea"]  # a fixture
@@ -119,6 +122,17 @@ def test_fragments_agree_in_turn_and_half_of_what_was_learned_meanwhile_is_kept(
         torch.testing.assert_close(
             traces[replica][2]["blocks.1.up"], (learned + mean) / 2, rtol=1e-14, atol=0
         )
+
+
+def test_a_mean_that_comes_as_the_wait_for_it_ends_is_taken():
+    class Late(Future):
+        def result(self, timeout=None):
+            if not self.done():
+                self.set_result(torch.ones(1))
+                raise TimeoutError
+            return super().result(timeout)
+
+    assert Flight(0, 0, Late()).wait().item() == 1
 
 
 def same(left, right):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.transport import Handle, Traffic, Transport
+
+_SEGMENT_BYTES = 8 << 20  # of a tensor, each with the time limit of a transfer: a slow link is not a dead one
 
 
 class GlooTransport(Transport):
@@ -30,7 +32,7 @@ class GlooTransport(Transport):
         timeout_s: float,
         traffic: Traffic | None = None,
     ) -> None:
-        """Connect to the others, who must come within `meet_s`; a transfer may take `timeout_s`.
+        """Connect to the others, who must come within `meet_s`; 8 MiB may take `timeout_s`.
 
         `address` is this host's own, numeric, on the way to the others.
         RuntimeError where somebody does not come, or later goes.
@@ -43,5 +45,11 @@ class GlooTransport(Transport):
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
-        arriving = [self._group.recv([tensor], source, 0) for tensor, source in receives]
-        return [*arriving, *(self._group.send([tensor], to, 0) for tensor, to in sends)]
+        arriving = [self._group.recv([part], source, 0) for part, source in _segments(receives)]
+        return [*arriving, *(self._group.send([part], to, 0) for part, to in _segments(sends))]
+
+
+def _segments(transfers: list[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    for tensor, other in transfers:
+        for part in tensor.split(_SEGMENT_BYTES):
+            yield part, other

@@ -33,7 +33,7 @@ from shoal.runtime.ring import mark
 
 _POLL_S = 0.01
 _FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still
-_TRANSFER_S = 60.0  # longest wait for one transfer
+_TRANSFER_S = 60.0  # longest wait for one segment of a transfer
 _MAX_FAILURES = 5  # exchanges that fail one after the other
 T = TypeVar("T")
 Work = Callable[["Record", Transport | None], T]  # no transport: nobody else is there
@@ -46,6 +46,12 @@ class Place:
     rounds: int  # outer steps of any fragment
     step: int
     flight: tuple[int, int] | None = None  # the fragment under way, and the step after which it left
+    digest: str = ""  # of what it knows, at the beginning
+
+    def agrees_with(self, other: Place) -> bool:
+        """Say whether the next mean of both would be one of like things, moving one anchor."""
+        keys = ("rounds", "flight", "digest")
+        return all(getattr(self, key) == getattr(other, key) for key in keys)
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,9 @@ class Meeting:
     def enter(self, place: Place, take_over: Work[None]) -> Record:
         """Begin with the others, or join those who have begun; return the record of how.
 
-        Where nobody trains, those of the most rounds are the members. Where there are joiners, all call
-        `take_over`, by which members tell them what they know. Collective over the island.
+        Where nobody trains, the one that is ahead and those that know the same are the members. Where there
+        are joiners, all call `take_over`, by which members tell them what they know. Collective over the
+        island.
         """
         past, noted = -1, -1
         while True:
@@ -182,7 +189,7 @@ class Meeting:
         if not record.has(self._island):
             raise LeftOut(
                 f"the other replicas went on without this one, number {self._island.replica}: it was not "
-                f"heard for {LOST_S:g} s, or its exchange failed"
+                f"heard for {LOST_S:g} s, its exchange failed, or it was in another round"
             )
         return record
 
@@ -191,7 +198,10 @@ class Meeting:
         self._store.set(f"here{number}.{self._island.replica}", json.dumps(asdict(note)))
 
     def _open(self, number: int) -> None:
-        """Write the record of a meeting if all who are expected are here."""
+        """Write the record of a meeting if all who are expected are here.
+
+        One that has begun and is elsewhere is in no record: it has to start again, and joins.
+        """
         if not self._may_open(number):
             return
         notes = {
@@ -200,11 +210,10 @@ class Meeting:
             if not self._is_gone(k) and (note := self._note(number, k))
         }
         self._refuse_other_plans(notes)
-        rounds = max(note.place.rounds for note in notes.values())
-        members = {k: note.mark for k, note in notes.items() if note.begun} or {
-            k: note.mark for k, note in notes.items() if note.place.rounds == rounds
-        }
-        joiners = {k: note.mark for k, note in notes.items() if k not in members}
+        begun = {k: note for k, note in notes.items() if note.begun} or notes
+        ahead = max((note.place for note in begun.values()), key=lambda place: (place.step, place.rounds))
+        members = {k: note.mark for k, note in begun.items() if note.place.agrees_with(ahead)}
+        joiners = {k: note.mark for k, note in notes.items() if k not in members and not note.begun}
         place = notes[min(members)].place
         text = json.dumps(asdict(Record(number, _named(members), _named(joiners), place)))
         if self._store.compare_set(f"record{number}", "", text) == text.encode():
@@ -331,4 +340,4 @@ def _named(marks: dict[int, str]) -> dict[str, str]:
 
 def _place(values: dict[str, Any]) -> Place:
     flight = values["flight"]
-    return Place(values["rounds"], values["step"], tuple(flight) if flight else None)
+    return Place(**{**values, "flight": tuple(flight) if flight else None})

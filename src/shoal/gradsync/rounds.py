@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from shoal.comm.transport import Transport
@@ -45,8 +46,8 @@ class Flight:
             try:
                 return self.mean.result(_PROGRESS_S)
             except TimeoutError:
-                if self.mean.done():  # the exchange itself timed out
-                    raise
+                if self.mean.done():  # just now, or the exchange itself timed out
+                    return self.mean.result()
                 mark("meeting")
 
 
@@ -101,7 +102,8 @@ class OuterRounds(InStep):
         if self._meeting is None:
             return step
         flight = (self._flight.fragment, self._flight.since) if self._flight else None
-        record = self._meeting.enter(Place(self._rounds, step, flight), self._take_over)
+        place = Place(self._rounds, step, flight, self._digest())
+        record = self._meeting.enter(place, self._take_over)
         if len(self._taken):
             self._present = set(record.present)
             return self._join(record.place)
@@ -243,6 +245,13 @@ class OuterRounds(InStep):
         for named in (self._anchors, self._momenta):
             for tensor in named.values():
                 yield local(tensor).flatten().cpu()
+
+    def _digest(self) -> str:
+        """Return the digest of all this rank would tell one who joins."""
+        digest = xxhash.xxh3_128()
+        for tensor in (*self._known(), *([self._flight.wait()] if self._flight else [])):
+            digest.update(tensor.view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def _arriving(self) -> dict[str, Tensor]:
         """Return the mean outer gradient of the fragment under way, by parameter, when it is there."""
