@@ -30,8 +30,8 @@ class Sea:
     def island(self, replica: int) -> Island:
         return Island(replica, self.replicas, 1, "127.0.0.1", self.store.port, uuid.uuid4().hex, 0)
 
-    def meeting(self, replica: int, plan: str = "", patience_s: float = 20) -> Meeting:
-        self._meetings.append(Meeting(self.island(replica), 0, plan, patience_s))
+    def meeting(self, replica: int, plan: str = "", patience_s: float = 20, **options: Any) -> Meeting:
+        self._meetings.append(Meeting(self.island(replica), 0, plan, patience_s, **options))
         return self._meetings[-1]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.config.sections import Sync
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError, ShoalError, StoppedError
 from shoal.gradsync import meeting as meetings
 from shoal.gradsync.meeting import LeftOut, Place
 from tests.gradsync.islands import parameters, sea, together
@@ -68,6 +68,41 @@ def test_one_that_its_launcher_knows_to_be_lost_is_not_waited_for(sea):
     began = time.monotonic()
     assert first.agree(Place(0, 2), nothing)[0].present == [0]
     assert time.monotonic() - began < 5
+
+
+def test_where_all_were_lost_at_once_the_first_one_back_waits_for_the_one_that_is_ahead(sea):
+    there = sea(2)
+    for replica, meeting in enumerate(begin(there)):
+        fall_silent(meeting)
+        there.store.set(f"board{replica}", json.dumps({"state": "restarting"}))
+
+    def come_back(replica):
+        time.sleep(replica)
+        return there.meeting(replica).enter(Place(3 * replica, 5 + replica, None, str(replica)), nothing)
+
+    first, second = together(2, come_back)
+    assert first == second
+    assert (first.members.keys(), first.joiners.keys()) == ({"1"}, {"0"})
+    assert first.place.step == 6
+
+
+def test_one_that_is_started_again_is_not_waited_for_by_those_who_train(sea):
+    there = sea(2)
+    first, second = begin(there)
+    fall_silent(second)
+    there.store.set("board1", json.dumps({"state": "restarting"}))
+    assert first.agree(Place(0, 2), nothing)[0].present == [0]
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_a_stop_ends_the_wait_for_others(sea, joining):
+    there, asked = sea(3), threading.Event()
+    if joining:
+        fall_silent(begin(there)[2])  # and the others meet no more, which the third one waits for
+    threading.Timer(0.3, asked.set).start()
+    with pytest.raises(StoppedError, match="stopped before the other replicas came"):
+        there.meeting(2, stopped=asked.is_set).enter(Place(0, 0), nothing)
+    assert json.loads(there.store.get("board2"))["state"] == "lost"
 
 
 def test_an_exchange_that_fails_for_one_counts_for_nobody_and_is_done_again(sea):
@@ -218,11 +253,12 @@ def test_one_in_another_round_is_left_out_and_means_are_of_like_things(sea):
 
     def work(replica):
         if replica == 0:
-            return first.agree(Place(1, 50, (2, 50)), nothing)[0].present
+            assert first.agree(Place(1, 50, (2, 50)), nothing)[0].present == [0]
+            return
         with pytest.raises(LeftOut, match="it was in another round"):
             second.agree(Place(0, 25, (1, 25)), lambda *there: found.append(there))
 
-    assert together(2, work) == [[0], None]
+    together(2, work)
     assert not found
 
 

@@ -4,14 +4,26 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from shoal.bench.hosts import NAMES
+from shoal.errors import EXIT_STOPPED
+from shoal.runtime import islands
+from shoal.runtime.islands import Archipelago
+from shoal.runtime.log import to_screen
+from shoal.runtime.rendezvous import Place
+from shoal.runtime.stop import SIGNALS, STARTED
 from tests.tiny_dataset import random_dataset
 from tests.train.test_command import Running, command, same_weights, shoal, weights
-from tests.two_hosts import NAMES, two_hosts
+from tests.two_hosts import two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 
@@ -26,6 +38,80 @@ def data(tmp_path_factory):
 
 def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def handlers():
+    """Give the process its own signal handlers back."""
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def archipelago(run, monkeypatch, program, during=lambda: None, **options):
+    """Return two islands that run a line of Python, with `during` called while each is started."""
+    starts = []
+
+    def start(command, env, **settings):
+        starts.append(env)
+        child = popen([sys.executable, "-c", program], env=env, **settings)
+        during()
+        return child
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(islands.subprocess, "Popen", start)
+    place = {"replicas": 2, "size": 1, "nproc": 2, "place": Place(), "timeout_s": 5}
+    return Archipelago((), run, **{**place, "max_restarts": 0, **options}), starts
+
+
+def test_a_signal_while_an_island_is_being_started_stops_that_one_too(tmp_path, monkeypatch, handlers):
+    asked = []
+
+    def ask_once():
+        if not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    found, _ = archipelago(tmp_path, monkeypatch, "import time; time.sleep(60)", ask_once)
+    began = time.monotonic()
+    assert found.run() == EXIT_STOPPED
+    assert time.monotonic() - began < 20
+
+
+def test_a_stop_while_an_island_waits_for_its_new_start_leaves_it_ended(tmp_path, monkeypatch, handlers):
+    found, starts = archipelago(tmp_path, monkeypatch, "raise SystemExit(1)", max_restarts=5)
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    assert found.run() == EXIT_STOPPED
+    assert len(starts) == 2
+
+
+def test_the_time_limit_counts_from_the_start_of_all(tmp_path, monkeypatch, handlers):
+    monkeypatch.setattr(islands, "_AGAIN_S", 0.2)
+    found, starts = archipelago(tmp_path, monkeypatch, "raise SystemExit(1)", max_restarts=1)
+    assert found.run() == 1
+    assert len({env[STARTED] for env in starts}) == 1
+    assert len(starts) == 4
+
+
+def test_a_store_that_is_gone_ends_the_islands_with_a_sentence(tmp_path, monkeypatch, handlers, capsys):
+    found, starts = archipelago(tmp_path, monkeypatch, "raise SystemExit(1)", max_restarts=5)
+
+    def fail(key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(found, "_store", SimpleNamespace(set=fail, port=1))
+    to_screen()
+    assert found.run() == 1
+    assert len(starts) == 2
+    assert "is gone, and node 0 with it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "size", "shares"), [(3, 1, "012"), (2, 1, "010"), (2, 2, ["0,1"] * 3)])
+def test_replicas_share_gpus_evenly_where_there_are_too_few(tmp_path, monkeypatch, count, size, shares):
+    monkeypatch.setattr(islands.torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found, _ = archipelago(tmp_path, monkeypatch, "", replicas=3, size=size, nproc=3 * size)
+    assert [found._share(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(3)] == list(shares)
 
 
 def test_replicas_start_and_end_as_one_command_and_agree(data, tmp_path):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shoal.comm.gloo_transport import GlooTransport
 from shoal.comm.slow_transport import slowed
 from shoal.comm.transport import Traffic, Transport
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError, ShoalError, StoppedError
 from shoal.runtime.boards import Boards
 from shoal.runtime.islands import BEAT_S, LOST_S, Island, board_keys
 from shoal.runtime.log import log
@@ -88,14 +88,20 @@ class Meeting:
     """One rank's way to the same ranks of the other islands; rank 0 speaks for its island."""
 
     def __init__(
-        self, island: Island, rank: int, plan: str, patience_s: float, slow_link: float = 0.0
+        self,
+        island: Island,
+        rank: int,
+        plan: str,
+        patience_s: float,
+        slow_link: float = 0.0,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Reach the store. At the beginning all islands are waited for, but no longer than `patience_s`.
 
-        `plan` is what must be the same for all.
+        `plan` is what must be the same for all; `stopped` says whether the user asks rank 0 to wait no more.
         """
         self.traffic = Traffic()
-        self._slow_link = slow_link  # Mbit/s
+        self._slow_link, self._stopped = slow_link, stopped  # Mbit/s
         self._island, self._rank, self._plan = island, rank, plan
         self._patience_s, self._transfer_s = patience_s, _TRANSFER_S
         self._address = address_towards(island.host)  # an island itself may meet on loopback
@@ -131,6 +137,7 @@ class Meeting:
                     return record
                 past = record.number
             elif self._rank == 0:
+                self._end_if_stopped()
                 self._refuse_if_all_are_done()
                 number = record.number + 1 if record else 0
                 if number != noted:
@@ -231,8 +238,10 @@ class Meeting:
         elif any(state == "training" and not self._is_gone(k) for k, state in states.items()):
             return False  # they will let this island in
         else:
-            waiting = number == 0 and time.monotonic() < self._until
-            expected = [k for k in others if waiting or k in states]
+            patient = time.monotonic() < self._until
+            if patient and "restarting" in states.values():
+                return False  # all were lost at once: one of those may be ahead
+            expected = [k for k in others if (patient and number == 0) or k in states]
         return all(self._note(number, k) for k in expected if not self._is_gone(k))
 
     def _exchange(self, record: Record, work: Work[T]) -> tuple[T] | None:
@@ -278,6 +287,12 @@ class Meeting:
             time.sleep(_POLL_S)
         return bytes(self._store.get(key))
 
+    def _end_if_stopped(self) -> None:
+        if self._stopped():
+            self._boards.board["state"] = "lost"  # not done: others may wait for each other
+            self._boards.leave(LOST_S)
+            raise StoppedError("stopped before the other replicas came: the last committed checkpoint stands")
+
     def _refuse_if_all_are_done(self) -> None:
         states = [board["state"] for k, board in self._boards.told.items() if k != self._island.replica]
         if "done" in states and not {"training", "joining"} & set(states):
@@ -300,7 +315,7 @@ class Meeting:
             return False
         fresh = time.monotonic() - self._boards.reached < _FRESH_S
         silent = fresh and self._boards.silent_s(replica) > LOST_S
-        return silent or self._boards.told[replica]["state"] in ("lost", "done")
+        return silent or self._boards.told[replica]["state"] in ("lost", "restarting", "done")
 
     def _is_as_in(self, record: Record, replica: int) -> bool:
         """Say whether an island was not started again since a meeting."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+_STILL_BEATS = 10  # nothing read for as long: the silence of the others is counted anew
+
 
 class Boards:
     """What each party has told last, by its number, and when that was."""
@@ -69,12 +71,14 @@ class Boards:
                     store.set(self._keys[self._own], json.dumps({**self.board, "beat": beat}))
                 numbered = list(enumerate(self._keys))
                 present = [n for n, key in numbered if n in self.told or store.check([key])]
-                self.reached = time.monotonic()
                 found = zip(present, store.multi_get([self._keys[n] for n in present]), strict=True)
                 news = {n: text for n, text in found if text != texts.get(n)}
                 texts |= news
-                self._heard |= dict.fromkeys(news, time.monotonic())
+                now = time.monotonic()
+                stood_still = now - self.reached > _STILL_BEATS * self._beat_s  # as the others may have
+                self._heard |= dict.fromkeys(present if stood_still else news, now)
                 self.told.update({n: json.loads(text) for n, text in news.items()})  # all at once
+                self.reached = now
                 if leaving:
                     return
                 self._leaving.wait(self._beat_s)

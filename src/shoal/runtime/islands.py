@@ -27,8 +27,8 @@ from shoal.runtime.boards import Boards
 from shoal.runtime.device import physical_cores
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
-from shoal.runtime.rendezvous import Place, connect, open_store
-from shoal.runtime.stop import SIGNALS
+from shoal.runtime.rendezvous import RUN_AGAIN, Place, connect, open_store
+from shoal.runtime.stop import SIGNALS, STARTED
 
 LOST_S = 10.0  # silence after which an island is left out
 BEAT_S = 0.5
@@ -114,8 +114,9 @@ class Archipelago:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._statuses: dict[int, int] = {}
         self._restarts = dict.fromkeys(self._here, 0)
-        self._due: dict[int, float] = {}  # when a lost island is to be started again
-        self._stopping = False
+        self._due = dict.fromkeys(self._here, 0.0)  # when an island is to be started, or started again
+        self._asked = self._stopping = False  # to stop: by a signal; all islands
+        self._began = time.time()
 
     def run(self) -> int:
         """Start all, start again what is lost, and return shoal's exit status when all have ended."""
@@ -128,9 +129,9 @@ class Archipelago:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        for replica in self._here:
-            self._start(replica)
         while self._children or self._due:
+            if self._asked and not self._stopping:
+                self._stop()
             for replica, child in list(self._children.items()):
                 if (code := child.poll()) is not None:
                     del self._children[replica]
@@ -156,7 +157,8 @@ class Archipelago:
             uuid.uuid4().hex,
             os.getpid(),
         )
-        env = {**os.environ, _ISLAND: json.dumps(asdict(island)), **self._share(replica)}
+        told = {_ISLAND: json.dumps(asdict(island)), STARTED: str(self._began)}
+        env = {**os.environ, **told, **self._share(replica)}
         command = [sys.executable, "-m", "shoal", *self._arguments]
         with contextlib.ExitStack() as stack:
             screen = stack.enter_context((folder / "screen").open("ab")) if replica else None
@@ -170,11 +172,14 @@ class Archipelago:
         share = {"OMP_NUM_THREADS": str(max(1, physical_cores() // workers))}
         share |= {name: os.environ[name] for name in share.keys() & os.environ.keys()}  # the user's wish
         count = torch.cuda.device_count()
-        if count >= workers:
+        if count >= self._size:
             named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             devices = named.split(",") if named else [str(device) for device in range(count)]
             first = (replica - self._here.start) * self._size
-            share["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + self._size])
+            own = [devices[(first + number) % len(devices)] for number in range(self._size)]
+            share["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            if count < workers:
+                log.info(f"replica {replica} shares GPU(s) {', '.join(own)}: {count} for {workers} processes")
         return share
 
     def _on_end(self, replica: int, code: int) -> None:
@@ -183,16 +188,19 @@ class Archipelago:
         if code in (EXIT_DONE, EXIT_STOPPED):
             self._statuses[replica] = code
             return
-        self._store.set(board_keys(self._replicas)[replica], json.dumps({"state": "lost"}))
         failure = self._failure(replica, code)
         again = not (failure.fatal or self._stopping) and self._restarts[replica] < self._max_restarts
+        told, then = "restarting" if again else "lost", self._without
+        try:
+            self._store.set(board_keys(self._replicas)[replica], json.dumps({"state": told}))
+        except RuntimeError:
+            again, then = False, f"the store at {self._address} is gone, and node 0 with it: {RUN_AGAIN}"
         if again:
             self._restarts[replica] += 1
             self._due[replica] = time.monotonic() + _AGAIN_S
             then = f"starting it again (restart {self._restarts[replica]} of {self._max_restarts})"
         else:
             self._statuses[replica] = failure.exit_code
-            then = self._without
         log.warning(f"replica {replica} is lost: {failure.sentence}\n  {then}")
 
     def _failure(self, replica: int, code: int) -> Failure:
@@ -232,14 +240,22 @@ class Archipelago:
             return statuses[0] if statuses else EXIT_FAILED
         return self._statuses[living[0]]
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self._stopping = self._stopping, True
-        for replica in self._due:
-            self._statuses[replica] = EXIT_STOPPED  # its last checkpoint stands
+    def _stop(self) -> None:
+        """Have all islands save and end, and start none."""
+        self._stopping = True
+        self._statuses |= dict.fromkeys(self._due, EXIT_STOPPED)  # their last checkpoints stand
         self._due.clear()
+        self._signal(signal.SIGTERM)
+        log.info("\nall replicas finish their step and save; once more stops at once")
+
+    def _signal(self, number: signal.Signals) -> None:
         for child in list(self._children.values()):
             with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
-        if again:
+                child.send_signal(number)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Remember that a stop was asked for, as a child may just be starting; asked twice, end at once."""
+        if self._asked:
+            self._signal(signal.SIGKILL)
             os._exit(128 + number)
-        log.info(f"\n{signal.Signals(number).name}: all replicas finish their step and save")
+        self._asked = True

@@ -57,7 +57,7 @@ def launch(
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
     os.environ[_LAUNCHED] = str(os.getpid())  # inherited by the workers
-    os.environ[STARTED] = str(time.time())
+    os.environ.setdefault(STARTED, str(time.time()))
     rendezvous = rendezvous or Rendezvous(Place(), nproc, timeout_s=0)
     spec = WorkerSpec(
         role="train",

@@ -27,7 +27,7 @@ LOST_S = 15.0  # silence after which a host counts as lost
 _BEAT_S = 0.25
 _STORE_S = 60.0
 _LEAVE_S = 5.0  # how long node 0 keeps the store for nodes that have not read everything yet
-_RUN_AGAIN = "when it is back, run the same command on every host: training goes on from the last checkpoint"
+RUN_AGAIN = "when it is back, run the same command on every host: training goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Rendezvous(RendezvousHandler):
         causes = [own] if own else []
         causes += [Failure(**told["cause"]) for told in others if told["cause"]]
         causes += [
-            Failure(-1, 0.0, f"{self._lost_sentence(node)}\n  hint: {_RUN_AGAIN}", fatal=True)
+            Failure(-1, 0.0, f"{self._lost_sentence(node)}\n  hint: {RUN_AGAIN}", fatal=True)
             for node in self._lost()[:1]
         ]
         first = min(causes, key=lambda cause: (cause.echo, cause.time), default=None)
@@ -267,11 +267,11 @@ class Rendezvous(RendezvousHandler):
         until = time.monotonic() + self._timeout_s
         while missing := [n for n in self._others() if n not in self._boards or not ready(self._boards[n])]:
             if lost := self._lost():
-                raise ShoalError(self._lost_sentence(lost[0]), hint=_RUN_AGAIN)
+                raise ShoalError(self._lost_sentence(lost[0]), hint=RUN_AGAIN)
             for node in missing:
                 if self._boards.get(node, {}).get("left"):
                     raise ShoalError(
-                        f"{self._name(node)} has left the job", hint="its own screen says why; " + _RUN_AGAIN
+                        f"{self._name(node)} has left the job", hint="its own screen says why; " + RUN_AGAIN
                     )
             if time.monotonic() > until:
                 named = ", ".join(self._name(node) for node in missing)

@@ -16,7 +16,7 @@ from shoal.runtime.process import Process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ORPHAN_GRACE_S = 2.0  # time for the launcher to say that a SIGTERM was the user's wish
-STARTED = "SHOAL_STARTED"  # when the launcher began: the time limit counts over restarts
+STARTED = "SHOAL_STARTED"  # when the first launcher began: the time limit counts over restarts
 _PARENT_POLL_S = 1.0
 
 
@@ -54,7 +54,7 @@ class Stop:
         self._run_dir = run_dir
         self._runtime = runtime
         self._launched = launched
-        started = float(os.environ.get(STARTED, time.time())) if launched else time.time()
+        started = float(os.environ.get(STARTED, time.time()))
         self._deadline = started + runtime.max_time_s if runtime.max_time_s else None
         self._signal = ""
         self.reason = "a stop asked of another rank"
@@ -67,18 +67,19 @@ class Stop:
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
-        if asked := self._asked():
-            reason = asked
-        elif self._deadline is not None and time.time() > self._deadline:
-            reason = f"the time limit of {self._runtime.max_time_s:g} s"
-        elif step is not None and step == self._runtime.stop_after:
+        reason = self.reason_here()
+        if not reason and step is not None and step == self._runtime.stop_after:
             reason = f"--stop-after {step}"
-        else:
-            reason = ""
         if self._process.any(bool(reason)):
             self.reason = reason or self.reason
             return True
         return False
+
+    def reason_here(self) -> str:
+        """Return why this rank should end whatever its step; empty where it need not."""
+        if self._deadline is not None and time.time() > self._deadline:
+            return self._asked() or f"the time limit of {self._runtime.max_time_s:g} s"
+        return self._asked()
 
     def _asked(self) -> str:
         """Return the signal by which the user asked for a stop; our launcher's marker outlives restarts."""

@@ -98,7 +98,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         process=process,
         task=task,
         model=model,
-        sync=model.owners or _make_sync(request, task, model, optimiser, process, metrics),
+        sync=model.owners or _make_sync(request, task, model, optimiser, process, metrics, stop),
         optimiser=optimiser,
         compilation=compilation,
         precision=precision,
@@ -126,6 +126,7 @@ def _make_sync(
     optimiser: Optimiser,
     process: Process,
     metrics: Metrics,
+    stop: Stop,
 ) -> InStep:
     """Return what the replicas do for each other after a step; reach the others where they are apart."""
     config, layout, island = task.config, model.mesh.layout, request.island
@@ -143,8 +144,8 @@ def _make_sync(
         facts = [to_toml(config.model_copy(update=same)), *(data.fingerprint for data in task.data.datasets)]
         facts += [importlib.metadata.version(name) for name in ("shoal", "torch")]
         plan = xxhash.xxh3_128_hexdigest("\n".join(facts).encode())
-        runtime = config.runtime
-        meeting = Meeting(island, process.rank, plan, runtime.timeout_s, runtime.slow_link)
+        patience_s, slow_link = config.runtime.timeout_s, config.runtime.slow_link
+        meeting = Meeting(island, process.rank, plan, patience_s, slow_link, lambda: bool(stop.reason_here()))
     if config.sync.strategy == "async_sgd":
         return _make_async(config, model, optimiser, island.replica if island else 0, meeting)
     return OuterRounds(
