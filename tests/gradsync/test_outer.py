@@ -105,7 +105,9 @@ def test_the_last_step_ends_with_all_agreed_though_no_round_is_due(sea):
 
 
 def test_one_replica_takes_outer_steps_by_itself(sea):
-    ((*_, last),), _ = train(sea, Sync(strategy="diloco", every=2, lr=0.5, momentum=0.0), replicas=1, steps=2)
+    settings = Sync(strategy="diloco", every=2, lr=0.5, momentum=0.0)
+    ((*_, last),), there = train(sea, settings, replicas=1, steps=2)
+    assert there.rounds == [{"step": 2, "round": 1, "replicas": 1, "sent_bytes": 0}]
     moved = 0.5 - (0.5 - 0.25 * (0.5 - 1)) * 0.75 - 0.25  # by two steps towards 1
     assert last["blocks.0.up"][0].item() == 0.5 - 0.5 * moved
 
@@ -122,6 +124,28 @@ def test_fragments_agree_in_turn_and_half_of_what_was_learned_meanwhile_is_kept(
         torch.testing.assert_close(
             traces[replica][2]["blocks.1.up"], (learned + mean) / 2, rtol=1e-14, atol=0
         )
+
+
+@pytest.mark.parametrize(("fragments", "fragment"), [(2, 2), (2, -1), (10**12, 1), (0, 0)])
+def test_a_fragment_that_no_checkpoint_has_is_refused(sea, fragments, fragment):
+    settings = Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1)
+    sync = sea(1).sync(0, parameters(blocks__0__up=[1.0]), 8, settings)
+    with pytest.raises(ValueError, match=f"fragment {fragment} of {fragments}"):
+        sync.expect({"rounds": 1, "momentum": True, "fragments": fragments, "flight": [fragment, 2]})
+
+
+def test_a_fragment_under_way_keeps_who_took_part(sea):
+    settings = Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=2)
+    there, weights = sea(1), parameters(blocks__0__up=[1.0], blocks__1__up=[1.0])
+    sync = there.sync(0, weights, 8, settings)
+    facts = {"replicas": 3, "sent_bytes": 64}
+    tensors = sync.expect({"rounds": 4, "momentum": True, "fragments": 2, "flight": [1, 2], "facts": facts})
+    for tensor in tensors.values():
+        tensor.fill_(1.0)
+    sync.start(3)
+    assert sync.state()["facts"] == facts
+    sync.after_step(4)
+    assert there.rounds == [{"step": 4, "round": 5, **facts}]
 
 
 def test_a_mean_that_comes_as_the_wait_for_it_ends_is_taken():

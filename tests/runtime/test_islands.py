@@ -85,10 +85,14 @@ def test_a_stop_while_an_island_waits_for_its_new_start_leaves_it_ended(tmp_path
     assert len(starts) == 2
 
 
-def test_the_time_limit_counts_from_the_start_of_all(tmp_path, monkeypatch, handlers):
+def test_a_lost_island_comes_back_for_some_time_and_the_time_limit_counts_on(tmp_path, monkeypatch, handlers):
     monkeypatch.setattr(islands, "_AGAIN_S", 0.2)
     found, starts = archipelago(tmp_path, monkeypatch, "raise SystemExit(1)", max_restarts=1)
+    told = []
+    monkeypatch.setattr(found, "_store", SimpleNamespace(set=lambda *pair: told.append(pair), port=1))
     assert found.run() == 1
+    states = [json.loads(text)["state"] for key, text in told if key == "board1"]
+    assert states == ["restarting", "lost"]
     assert len({env[STARTED] for env in starts}) == 1
     assert len(starts) == 4
 

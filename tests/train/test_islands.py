@@ -2,11 +2,14 @@
 
 import json
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from shoal.errors import CheckpointError
+from shoal.train import saving
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_island, run_training, tiny_config
 
@@ -117,6 +120,15 @@ def test_replicas_with_shards_inside_train_like_whole_ones_and_take_over_their_s
     assert same_weights(*resumed)
     np.testing.assert_allclose(resumed[0]["losses"], whole[0]["losses"], rtol=5e-6)
     np.testing.assert_allclose(resumed[1]["losses"], whole[1]["losses"], rtol=5e-6)
+
+
+def test_a_borrowed_checkpoint_that_goes_while_it_is_read_is_worth_a_new_start(monkeypatch, tmp_path):
+    """The launcher starts no replica again that ended with a ShoalError."""
+    monkeypatch.setattr(saving, "_of_first_replica", lambda job: tmp_path / "step-00000004")
+    stores = SimpleNamespace(latest=lambda: None)
+    with pytest.raises(RuntimeError, match="step-00000004 went while it was read") as caught:
+        saving.resume(SimpleNamespace(checkpoints=stores, request=SimpleNamespace(init=None)))
+    assert isinstance(caught.value.__cause__, CheckpointError)
 
 
 def test_a_launcher_of_one_world_is_refused(pool, data, tmp_path):

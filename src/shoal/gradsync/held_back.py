@@ -17,6 +17,8 @@ from shoal.gradsync.exchange import Exchange
 from shoal.runtime.log import log
 from shoal.runtime.mesh import Mesh
 
+_MAX_REPLICAS = 10_000  # more are no checkpoint's of ours
+
 
 class HeldBack(InStep):
     """One rank's share of what an exchange holds back; its methods talk to nobody."""
@@ -62,8 +64,10 @@ class HeldBack(InStep):
             return {}
         if not ours:
             return {}
-        asked = self._common()
-        for replica in range(self._mesh.replica, int(state["replicas"]), ours["replicas"]):
+        asked, replicas = self._common(), int(state["replicas"])
+        if replicas > _MAX_REPLICAS:
+            raise ValueError(f"replicas: {replicas}")
+        for replica in range(self._mesh.replica, replicas, ours["replicas"]):
             tensors = own
             if replica != self._mesh.replica:
                 tensors = {name: torch.empty_like(tensor) for name, tensor in own.items()}

@@ -29,6 +29,7 @@ from shoal.runtime.log import log
 from shoal.runtime.ring import mark
 
 _PROGRESS_S = 1.0  # how often a rank that waits says so: waiting for a slow replica is no hang
+_MAX_FRAGMENTS = 10_000  # more are no checkpoint's of ours
 KINDS = ("anchor", "momentum", "incoming")  # of tensors in a checkpoint
 
 
@@ -85,7 +86,7 @@ class OuterRounds(InStep):
         self._rounds = 0
         self._flight: Flight | None = None
         self._present = set(range(replicas))
-        self._facts: dict[str, Any] = {}  # about the last exchange
+        self._facts = {"replicas": 1, "sent_bytes": 0}  # of the last exchange
 
     @torch.no_grad()
     def start(self, step: int) -> int:
@@ -106,6 +107,7 @@ class OuterRounds(InStep):
         record = self._meeting.enter(place, self._take_over)
         if len(self._taken):
             self._present = set(record.present)
+            self._facts = {"replicas": len(record.members), "sent_bytes": 0}
             return self._join(record.place)
         self._notice(record, step)
         return step
@@ -128,6 +130,7 @@ class OuterRounds(InStep):
             "momentum": bool(self._momenta),
             "fragments": len(self._fragments),
             "flight": flight,
+            "facts": dict(self._facts),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -147,9 +150,13 @@ class OuterRounds(InStep):
             self._momenta = {name: torch.empty_like(anchor) for name, anchor in blank.items()}
         if state["flight"]:
             fragment, since = map(int, state["flight"])
-            names = fragments_of(self._weights, int(state["fragments"]))[fragment]
+            count = int(state["fragments"])
+            if not 0 <= fragment < count <= _MAX_FRAGMENTS:
+                raise ValueError(f"fragment {fragment} of {count}")
+            names = fragments_of(self._weights, count)[fragment]
+            self._facts |= {key: int(state["facts"][key]) for key in self._facts if "facts" in state}
             self._incoming = {name: torch.empty_like(blank[name]) for name in names}
-            if int(state["fragments"]) == len(self._fragments):
+            if count == len(self._fragments):
                 self._flight = Flight(fragment, since, Future())
         found = [self._anchors, self._momenta, self._incoming]
         return {
@@ -176,8 +183,8 @@ class OuterRounds(InStep):
         sent = self._meeting.traffic.num_bytes
         record, mean = self._meeting.agree(place, lambda *there: self._with_others(flat, *there))
         self._notice(record, place.step)
-        count, sent = len(record.members), self._meeting.traffic.num_bytes - sent
-        self._facts = {"round": place.rounds + 1, "replicas": count, "sent_bytes": sent}
+        sent = self._meeting.traffic.num_bytes - sent
+        self._facts = {"replicas": len(record.members), "sent_bytes": sent}
         return mean
 
     def _with_others(self, flat: Tensor, record: Record, transport: Transport | None) -> Tensor:
@@ -239,7 +246,7 @@ class OuterRounds(InStep):
             mix(local(self._weights[name]), anchor, step - self._flight.since)
         self._rounds += 1
         self._flight = None
-        self._record(step, **self._facts)
+        self._record(step, round=self._rounds, **self._facts)
 
     def _known(self) -> Iterator[Tensor]:
         for named in (self._anchors, self._momenta):

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.manifest import WEIGHTS, committed, read_state, read_text, resolve_checkpoint, step_of
+from shoal.checkpoint.manifest import (
+    WEIGHTS,
+    committed,
+    read_state,
+    read_text,
+    resolve_checkpoint,
+    step_name,
+    step_of,
+)
 from shoal.config.load import to_toml
 from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.gradsync.rounds import KINDS
@@ -26,7 +34,8 @@ def resume(job: Job) -> int:
     """
     if not job.sync.saves:
         return 0  # the first replica tells this one where it is
-    checkpoint = job.checkpoints.latest() or _of_first_replica(job)
+    own = job.checkpoints.latest()
+    checkpoint = borrowed = own or _of_first_replica(job)
     try:
         if checkpoint is not None:
             if job.request.init is not None:
@@ -38,18 +47,30 @@ def resume(job: Job) -> int:
             _load_init(job, checkpoint, read_state(checkpoint))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+    except CheckpointError as error:
+        if own or not borrowed:
+            raise
+        # The first replica trains on, and keeps only so many: no error of the user's, and a new start helps.
+        raise RuntimeError(f"{borrowed} went while it was read: {error}") from error
     return 0
 
 
 def _of_first_replica(job: Job) -> Path | None:
-    """Return the newest good checkpoint of the first replica, for another one that is new in its run."""
+    """Return the newest good checkpoint of the first replica, for another one that is new in its run.
+
+    Rank 0 chooses, as another rank might see a newer one. Collective over the world.
+    """
     island = job.request.island
-    first = job.request.run_of_first / "checkpoints"
-    if island is None or not island.replica or not committed(first):
+    if island is None or not island.replica:
         return None
-    checkpoint = resolve_checkpoint(first)
-    log.info(f"replica {island.replica} is new: it begins from {checkpoint}")
-    return checkpoint
+    first, step = job.request.run_of_first / "checkpoints", 0
+    if job.process.rank == 0:
+        step = (step_of(resolve_checkpoint(first)) or 0) if committed(first) else -1
+    chosen = int(job.process.sum(step)[0])
+    if chosen < 0:
+        return None
+    log.info(f"replica {island.replica} is new: it begins from {first / step_name(chosen)}")
+    return first / step_name(chosen)
 
 
 def _refuse_to_start_over(job: Job) -> None:
