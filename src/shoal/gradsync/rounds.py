@@ -257,7 +257,7 @@ class OuterRounds(InStep):
         """Return the digest of all this rank would tell one who joins."""
         digest = xxhash.xxh3_128()
         for tensor in (*self._known(), *([self._flight.wait()] if self._flight else [])):
-            digest.update(tensor.view(torch.uint8).numpy())
+            digest.update(tensor.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _arriving(self) -> dict[str, Tensor]:
