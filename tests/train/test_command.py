@@ -61,7 +61,11 @@ class Running:
     def __init__(self, data, run, *arguments):
         self.run = run
         self.process = subprocess.Popen(
-            command(data, run, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command(data, run, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=hear_interrupts,
         )
 
     def wait_for_step(self, step, timeout=60):
@@ -80,8 +84,16 @@ class Running:
         return int((self.run / f"ranks/rank-{rank}/pid").read_text())
 
     def end(self, timeout=60):
-        screen, _ = self.process.communicate(timeout=timeout)
+        try:
+            screen, _ = self.process.communicate(timeout=timeout)
+        finally:
+            self.process.kill()  # what is late must not stay
         return self.process.returncode, screen
+
+
+def hear_interrupts():
+    """Undo what a shell does to commands in its background, in which the tests may run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def weights(run):
