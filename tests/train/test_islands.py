@@ -127,7 +127,11 @@ def test_a_borrowed_checkpoint_that_goes_while_it_is_read_is_worth_a_new_start(m
     monkeypatch.setattr(saving, "_of_first_replica", lambda job: tmp_path / "step-00000004")
     stores = SimpleNamespace(latest=lambda: None)
     with pytest.raises(RuntimeError, match="step-00000004 went while it was read") as caught:
-        saving.resume(SimpleNamespace(checkpoints=stores, request=SimpleNamespace(init=None)))
+        saving.resume(
+            SimpleNamespace(
+                checkpoints=stores, request=SimpleNamespace(init=None), sync=SimpleNamespace(saves=True)
+            )
+        )
     assert isinstance(caught.value.__cause__, CheckpointError)
 
 
