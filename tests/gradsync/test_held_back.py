@@ -12,6 +12,8 @@ from shoal.gradsync.held_back import HeldBack
 class Holding:
     """An exchange with a residual, and something that all replicas have alike."""
 
+    traffic = None
+
     def __init__(self, name, value):
         self.name = name
         self._own = {"residual.w": torch.full((3,), float(value))} if name else {}

@@ -62,6 +62,7 @@ def archipelago(run, monkeypatch, program, during=lambda: None, **options):
     popen = subprocess.Popen
     monkeypatch.setattr(islands.subprocess, "Popen", start)
     place = {"replicas": 2, "size": 1, "nproc": 2, "place": Place(), "timeout_s": 5}
+    place["without"] = "the others go on without it"
     return Archipelago((), run, **{**place, "max_restarts": 0, **options}), starts
 
 
