@@ -50,6 +50,23 @@ def test_a_rank_that_dies_is_said_after_what_it_had_done():
     assert outcomes["end"] == {"status": "wrong", "why": "ValueError: no memory"}
 
 
+@pytest.mark.parametrize(
+    ("error", "named"), [("Connection closed by peer", "end"), ("no such kernel", "reduce")]
+)
+def test_a_lost_connection_is_a_fault_and_a_refusal_is_none(error, named):
+    """One rank is enough: the outcome of an operation is that of the worst."""
+    fail = (
+        "import shoal.doctor.primitives as p\n"
+        f"def fail(self): raise RuntimeError({error!r})\n"
+        "p.OPERATIONS, p._Trials.reduce = ('broadcast', 'reduce'), fail\n"
+        "p.try_as_rank('gloo', 'cpu')"
+    )
+    outcomes = try_on("gloo", "cpu", rank(fail))
+    assert outcomes["broadcast"]["status"] == "works"
+    assert error in outcomes[named]["why"]
+    assert judge({"gloo cpu": outcomes}).status == ("problem" if named == "end" else "ok")
+
+
 def test_ranks_that_hang_are_given_up(monkeypatch):
     def hang(words, size):
         raise subprocess.TimeoutExpired(words, 1)

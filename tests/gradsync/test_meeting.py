@@ -60,11 +60,12 @@ def test_one_that_wakes_up_finds_itself_left_out(sea, impatient):
         second.agree(Place(0, 2), nothing)
 
 
-def test_one_that_its_launcher_knows_to_be_lost_is_not_waited_for(sea):
+@pytest.mark.parametrize("state", ["lost", "restarting"])
+def test_one_that_its_launcher_knows_to_be_gone_is_not_waited_for_by_those_who_train(sea, state):
     there = sea(2)
     first, second = begin(there)
     fall_silent(second)
-    there.store.set("board1", json.dumps({"state": "lost"}))
+    there.store.set("board1", json.dumps({"state": state}))
     began = time.monotonic()
     assert first.agree(Place(0, 2), nothing)[0].present == [0]
     assert time.monotonic() - began < 5
@@ -84,16 +85,6 @@ def test_where_all_were_lost_at_once_the_first_one_back_waits_for_the_one_that_i
     assert first == second
     assert (first.members.keys(), first.joiners.keys()) == ({"1"}, {"0"})
     assert first.place.step == 6
-
-
-def test_one_that_is_started_again_is_not_waited_for_by_those_who_train(sea):
-    there = sea(2)
-    first, second = begin(there)
-    fall_silent(second)
-    there.store.set("board1", json.dumps({"state": "restarting"}))
-    began = time.monotonic()
-    assert first.agree(Place(0, 2), nothing)[0].present == [0]
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("joining", [False, True])

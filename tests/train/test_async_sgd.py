@@ -4,35 +4,21 @@ import json
 import os
 import signal
 import time
-import uuid
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from tests.tiny_dataset import random_dataset
-from tests.train.ranks import run_island, run_training, tiny_config
+from tests.train.ranks import run_training, tiny_config
 from tests.train.test_command import Running, shoal
+from tests.train.test_islands import SGD
 
-SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
 ASYNC = {"strategy": "async_sgd"}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
-@pytest.fixture
-def apart(pool):
-    """Return a function that trains two workers; it gives each one's result."""
-    stores = []
-
-    def run(run_dir, values):
-        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        return pool.run(run_island, 2, run_dir, values, 2, stores[-1].port, uuid.uuid4().hex)
-
-    return run
 
 
 def close(left, right, **tolerance):

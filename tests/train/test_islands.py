@@ -1,17 +1,15 @@
 """Replicas that train apart, with the real trainer: ranks of the pool, each replica a world of its own."""
 
 import json
-import uuid
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from shoal.errors import CheckpointError
 from shoal.train import saving
 from tests.tiny_dataset import random_dataset
-from tests.train.ranks import run_island, run_training, tiny_config
+from tests.train.ranks import run_training, tiny_config
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
 STREAMING = {"strategy": "streaming_diloco", "every": 4, "fragments": 2, "overlap": 1}
@@ -20,19 +18,6 @@ STREAMING = {"strategy": "streaming_diloco", "every": 4, "fragments": 2, "overla
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
-@pytest.fixture
-def apart(pool):
-    """Return a function that trains replicas apart; it gives each rank's result."""
-    stores = []
-
-    def run(run_dir, values, replicas=2, size=1):
-        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        mark = uuid.uuid4().hex
-        return pool.run(run_island, replicas * size, run_dir, values, replicas, stores[-1].port, mark)
-
-    return run
 
 
 def rounds(result):

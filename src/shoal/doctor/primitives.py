@@ -82,6 +82,7 @@ def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
 def try_as_rank(backend: str, device: str) -> None:
     """Be one rank: join, try each operation twice, and print the outcome of the second time as JSON."""
     from shoal.config.sections import Runtime
+    from shoal.runtime.failure import is_peer_loss
     from shoal.runtime.process import join, leave
 
     settings = {"device": device, "backend": backend, "timeout_s": 20, "threads": 1}
@@ -98,6 +99,8 @@ def try_as_rank(backend: str, device: str) -> None:
             if not right:
                 outcome["status"] = "wrong"
         except (RuntimeError, ValueError, NotImplementedError) as error:
+            if is_peer_loss(error):  # no refusal of the back end, but a fault: it ends the trials
+                raise
             outcome |= {"status": "unsupported", "why": str(error).splitlines()[0]}
         print(json.dumps(outcome), flush=True)
     leave()
