@@ -57,7 +57,9 @@ class Stop:
         started = float(os.environ.get(STARTED, time.time()))
         self._deadline = started + runtime.max_time_s if runtime.max_time_s else None
         self._signal = ""
-        self.reason = "a stop asked of another rank"
+        self._time_is_up = f"the time limit of {runtime.max_time_s:g} s"
+        self._step_is_reached = f"--stop-after {runtime.stop_after}"
+        self.reason = ""  # the same on all ranks, once they agreed to stop
 
     def listen(self) -> None:
         """Install the signal handlers, except where a signal is ignored, as SIGHUP is under nohup."""
@@ -67,18 +69,18 @@ class Stop:
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
-        reason = self.reason_here()
-        if not reason and step is not None and step == self._runtime.stop_after:
-            reason = f"--stop-after {step}"
-        if self._process.any(bool(reason)):
-            self.reason = reason or self.reason
-            return True
-        return False
+        here = self.reason_here()
+        if not here and step is not None and step == self._runtime.stop_after:
+            here = self._step_is_reached
+        # One rank alone may know it yet: its clock is ahead, or the signal came between two ranks' looks.
+        reasons = ("", self._time_is_up, self._step_is_reached, *(number.name for number in SIGNALS))
+        self.reason = reasons[int(max(self._process.gather(reasons.index(here)))[0])]
+        return bool(self.reason)
 
     def reason_here(self) -> str:
         """Return why this rank should end whatever its step; empty where it need not."""
         if self._deadline is not None and time.time() > self._deadline:
-            return self._asked() or f"the time limit of {self._runtime.max_time_s:g} s"
+            return self._asked() or self._time_is_up
         return self._asked()
 
     def _asked(self) -> str:
