@@ -27,7 +27,7 @@ MEMORY_WANTED_BYTES = 4_000_000_000  # what `shoal quickstart` stays under
 DISK_WANTED_BYTES = 2_000_000_000
 SLOW_DISK_BYTES_PER_S = 50e6
 PROBE_BYTES = 64 << 20
-START_LIMIT_S = 20.0
+START_LIMIT_S = 60.0
 SLOW_START_S = 20.0
 _CHOICES = ("test", "tensorboard", "wandb", "trackio")  # extras that nobody misses before asking for them
 
