@@ -80,12 +80,12 @@ def train(
     keep_memory()
     from shoal.runtime.log import quieten_libraries
 
+    overrides = _given(settings, data, max_time, stop_after)
+    words = _lay_out(overrides, layout)
+    resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
     from shoal.train.request import Request
 
-    overrides = _given(settings, data, max_time, stop_after)
-    words = _lay_out(overrides, layout)
-    resolved = load_config(config, overrides)
     if run_dir is None:
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)

@@ -70,7 +70,7 @@ class CutModel(Generic[T]):
         self.pipeline: Pipeline[T] | None = None
         self.exchange: Exchange = BackEnd()  # sums over replicas
         self.owners: Owners | None = None  # with replicas of which one updates a weight for all
-        self.sums: list[SumAfterBackward | Owners] = []
+        self.sums: list[SumAfterBackward | TensorParallel | Owners] = []
         cut = mesh.axes is not None
         copies = mesh.layout.dp * mesh.layout.tp if cut else 1
         self.gradient_norm = GradientNorm(
@@ -211,13 +211,16 @@ def apply(
     return model
 
 
-def _sums(model: CutModel[T], tensor: TensorParallel | None) -> list[SumAfterBackward]:
-    """Return the sums that complete the gradients when all backward passes are done, in their order.
+def _sums(model: CutModel[T], tensor: TensorParallel | None) -> list[SumAfterBackward | TensorParallel]:
+    """Return what completes the gradients when all backward passes are done, in its order.
 
     What a replica's exchange rounds must be complete, and alike on all tensor ranks where they hold it alike.
     """
     weights, mesh = model.named_weights(), model.mesh
-    sums = []
+    sums: list[SumAfterBackward | TensorParallel] = []
+    if tensor is not None and model.sharding is None:  # FSDP has parameters of its own in each pass
+        tensor.compute_on_leaves()
+        sums.append(tensor)
     if tensor is not None and (partial := {id(weight) for weight in tensor.partial_parameters()}):
         named = {name: weight for name, weight in weights.items() if id(weight) in partial}
         sums.append(SumAfterBackward(named, BackEnd(mesh.group("tp"))))

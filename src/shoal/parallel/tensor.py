@@ -26,6 +26,7 @@ from shoal.models.decoder import Block, Decoder, without_padding
 
 _COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  # cut by what they put out
 _ROW = ("attention.o", "mlp.down")  # cut by what they take in
+_LEAF = "_leaf"  # ends the names of attributes that hold leaves
 Exchange = Callable[[Tensor], Tensor]
 
 
@@ -85,9 +86,11 @@ class TensorParallel:
     def __init__(self, axis: Axis, *, sequence: bool) -> None:
         self._axis = axis
         self._sequence = sequence
+        self._cut: list[tuple[nn.Module, str]] = []
         self.partial: list[
             tuple[nn.Module, str]
         ] = []  # whose gradient each rank has for its sequence part only
+        self._leaves: dict[nn.Parameter, Tensor] = {}
 
     def cut(self, model: Decoder) -> None:
         """Cut the parameters of a model, on any device, and have its modules exchange activations."""
@@ -105,6 +108,28 @@ class TensorParallel:
     def partial_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are to be summed over tp, as they are now."""
         return [cast(nn.Parameter, getattr(module, name)) for module, name in self.partial]
+
+    def compute_on_leaves(self) -> None:
+        """Have modules compute on plain tensors that share the parts' memory, once that is there for good.
+
+        Through a DTensor each use of a weight, and its gradient, takes some 0.1 ms of Python: 4 % of a step
+        of 5 layers, 256 wide, with 4,096 tokens on a core.
+        """
+        for module, name in self._cut:
+            whole = cast(nn.Parameter, getattr(module, name))
+            if whole not in self._leaves:
+                self._leaves[whole] = local(whole).detach().requires_grad_()
+            setattr(module, name + _LEAF, self._leaves[whole])
+
+    def run(self) -> None:
+        """Give the weights the gradients of their leaves."""
+        for whole, leaf in self._leaves.items():
+            if leaf.grad is not None:
+                mesh, placements = cast(DTensor, whole).device_mesh, cast(DTensor, whole).placements
+                whole.grad = DTensor.from_local(
+                    leaf.grad, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+                leaf.grad = None
 
     def _cut_block(self, block: Block) -> None:
         block.attention.part = self._axis.rank
@@ -124,11 +149,13 @@ class TensorParallel:
             self._distribute(linear, "bias", Replicate() if row else Shard(0), partial=row)
 
         def column(x: Tensor) -> Tensor:
-            return F.linear(x, local(linear.weight), _local_bias(linear))
+            return F.linear(
+                x, _part(linear, "weight"), None if linear.bias is None else _part(linear, "bias")
+            )
 
         def rows(x: Tensor) -> Tensor:
-            y = self._leave(F.linear(x, local(linear.weight)))
-            return y if linear.bias is None else y + local(linear.bias).to(y.dtype)
+            y = self._leave(F.linear(x, _part(linear, "weight")))
+            return y if linear.bias is None else y + _part(linear, "bias").to(y.dtype)
 
         _replace_forward(linear, rows if row else column)
 
@@ -139,12 +166,12 @@ class TensorParallel:
             _replace_forward(
                 norm,
                 lambda x: F.layer_norm(
-                    x, norm.normalized_shape, local(norm.weight), local(norm.bias), norm.eps
+                    x, norm.normalized_shape, _part(norm, "weight"), _part(norm, "bias"), norm.eps
                 ),
             )
         elif isinstance(norm, nn.RMSNorm):
             _replace_forward(
-                norm, lambda x: F.rms_norm(x, norm.normalized_shape, local(norm.weight), norm.eps)
+                norm, lambda x: F.rms_norm(x, norm.normalized_shape, _part(norm, "weight"), norm.eps)
             )
 
     def _cut_embeddings(self, model: Decoder) -> None:
@@ -156,25 +183,28 @@ class TensorParallel:
         def look_up(tokens_bt: Tensor) -> Tensor:
             row_bt = tokens_bt - part.first
             held_bt1 = ((row_bt >= 0) & (row_bt < part.size)).unsqueeze(-1)
-            x_btd = F.embedding(row_bt.clamp(0, part.size - 1), local(embed.weight))
+            x_btd = F.embedding(row_bt.clamp(0, part.size - 1), _part(embed, "weight"))
             return self._leave(x_btd * held_bt1)
 
         _replace_forward(embed, look_up)
         if positions is not None:
             self._distribute(positions, "weight", Replicate(), partial=True)
-            _replace_forward(positions, lambda at: F.embedding(self._own_part(at), local(positions.weight)))
+            _replace_forward(
+                positions, lambda at: F.embedding(self._own_part(at), _part(positions, "weight"))
+            )
 
     def _cut_head(self, model: Decoder) -> None:
         head = model.head
         assert head is not None
         if model.shape.tie_embeddings and model.embed is not None:
             head.weight = cast(nn.Parameter, model.embed.weight)
+            self._cut.append((head, "weight"))
         else:
             self._distribute(head, "weight", Shard(0))
         part = VocabularyPart(self._axis, model.shape.padded_vocab_size)
 
         def logits(x_btd: Tensor) -> Tensor:
-            logits_btv = F.linear(self._enter(x_btd), local(head.weight))
+            logits_btv = F.linear(self._enter(x_btd), _part(head, "weight"))
             return without_padding(logits_btv, max(0, head.vocab_size - part.first))
 
         _replace_forward(head, logits)
@@ -185,6 +215,7 @@ class TensorParallel:
         whole = cast(nn.Parameter, getattr(module, name))
         cut = distribute_tensor(whole.data, self._axis.mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(cut))
+        self._cut.append((module, name))
         if partial and self._sequence:
             self.partial.append((module, name))
 
@@ -224,8 +255,10 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _local_bias(module: nn.Linear | nn.LayerNorm) -> Tensor | None:
-    return None if module.bias is None else local(module.bias)
+def _part(module: nn.Module, name: str) -> Tensor:
+    """Return what a module computes on instead of its whole parameter."""
+    leaf = cast("Tensor | None", getattr(module, name + _LEAF, None))
+    return local(getattr(module, name)) if leaf is None else leaf
 
 
 def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
