@@ -107,9 +107,7 @@ class Worker:
 
 def _environment(cell: Cell) -> dict[str, str]:
     threads = cell.workload.threads
-    chosen = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    # `shoal train` sets this itself, before torch is imported; the process of a cell has imported it by then.
-    return chosen | ({"THP_MEM_ALLOC_ENABLE": "1"} if cell.system == "shoal" else {})
+    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
 
 def measure(

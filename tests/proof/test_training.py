@@ -38,6 +38,7 @@ def test_characters_of_shakespeare_are_learnt(tmp_path):
     assert losses[2000] <= 1.95
 
 
+@pytest.mark.alone
 def test_three_kills_in_a_row_cost_three_restarts_of_under_ten_seconds(tmp_path):
     data = random_dataset(tmp_path / "data")
     settings = ("--nproc", "2", "--train.steps", "400", "--checkpoint.every", "20")
@@ -70,6 +71,7 @@ def count_steps(running):
     return sum('"tokens"' in line for line in text)
 
 
+@pytest.mark.alone
 def test_two_processes_keep_up_with_two_threads():
     """The record tells the ratios; see benchmarks/data_parallel.py."""
     subprocess.run([sys.executable, "-m", "benchmarks.data_parallel"], check=True)
@@ -87,6 +89,7 @@ def test_two_hundred_kills_lose_nothing():
     assert record["kills"] == 200
 
 
+@pytest.mark.alone
 def test_the_demonstration_shows_what_it_claims(tmp_path):
     began = time.monotonic()
     command = [sys.executable, "-m", "shoal", "quickstart", "--output", str(tmp_path / "demo")]

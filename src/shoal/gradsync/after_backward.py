@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.gradsync.cost import BUCKET_BYTES
 from shoal.gradsync.exchange import Bucket, Exchange
-
-_BUCKET_BYTES = 32 << 20
+from shoal.parallel.tensor import local
 
 
 class SumAfterBackward:
@@ -48,7 +48,7 @@ class SumAfterBackward:
             for name, parameter in alike:
                 bucket[name] = local_gradient(parameter)
                 filled += bucket[name].nbytes
-                if filled >= _BUCKET_BYTES:
+                if filled >= BUCKET_BYTES:
                     yield bucket
                     bucket, filled = {}, 0
             if bucket:
@@ -59,7 +59,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     """Return the part of a gradient that this rank holds, sharing its memory."""
     gradient = parameter.grad
     assert gradient is not None, "a parameter has no gradient"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local(gradient)
 
 
 def _cut(parameter: nn.Parameter) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.comm.slow_transport import slowed
 from shoal.comm.torch_transport import TorchTransport
@@ -17,6 +16,7 @@ from shoal.gradsync.carried import Carried
 from shoal.gradsync.codecs import Bf16, Int8, OneBit
 from shoal.gradsync.exchange import BackEnd, Exchange
 from shoal.gradsync.methods import Exact, Method, PowerSGD, TopK, TwoPhase
+from shoal.parallel.tensor import local
 from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
@@ -32,7 +32,7 @@ def choose_exchange(config: Config, mesh: Mesh, process: Process, named: dict[st
     transport = slowed(TorchTransport(group, process.device.torch_device), config.runtime.slow_link)
     if sync.algorithm == "hierarchical":
         transport.hosts = _hosts(group, process)
-    parts = {name: _local(weight) for name, weight in named.items()}
+    parts = {name: local(weight.detach()) for name, weight in named.items()}
     name = f"{sync.strategy} of rank {sync.rank}" if sync.strategy == "powersgd" else sync.strategy
     return Carried(name, transport, method_of(sync, parts, dtype), parts, sync.warmup_steps)
 
@@ -68,8 +68,3 @@ def by_host(names: Iterable[str]) -> list[list[int]]:
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)
     return list(places.values())
-
-
-def _local(weight: nn.Parameter) -> Tensor:
-    """Return this rank's part of a weight."""
-    return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()

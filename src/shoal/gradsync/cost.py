@@ -32,7 +32,7 @@ from shoal.config.sections import Sync
 from shoal.config.sync_rules import STRATEGIES
 
 _DDP_BUCKETS = (1 << 20, 25 << 20)  # bytes: of the first one, and of each that follows
-_BUCKET_BYTES = 32 << 20  # of what is sent after the backward pass
+BUCKET_BYTES = 32 << 20  # of what is sent after the backward pass
 Shapes = Mapping[str, Sequence[int]]  # of weights by name, in the order of the model
 
 
@@ -164,7 +164,7 @@ def _owner(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
     """Count gradients on their way to the owners, then weights, which are fp32, on their way back."""
     n, total = replicas.count, _count(shapes)
     both = replicas.gradient_bytes + 4
-    buckets = -(-total * 4 // _BUCKET_BYTES)
+    buckets = -(-total * 4 // BUCKET_BYTES)
     match sync.strategy:
         case "device_sharded":
             largest = max(total / n, *map(math.prod, shapes.values()))

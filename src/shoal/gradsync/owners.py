@@ -35,11 +35,11 @@ from shoal.comm.torch_transport import TorchTransport
 from shoal.comm.transport import Transport
 from shoal.config.sections import Runtime
 from shoal.gradsync.after_step import InStep
+from shoal.gradsync.cost import BUCKET_BYTES
 from shoal.runtime.device import physical_cores
 from shoal.runtime.process import Process
 from shoal.runtime.ring import label
 
-_BUCKET_BYTES = 32 << 20
 _ALIGNED = 16  # elements: 64 bytes of fp32, where kernels like a tensor to begin
 Exchange = Callable[[Transport, list[Tensor]], None]  # over what each rank owns, as one flat tensor a rank
 
@@ -207,7 +207,7 @@ def _spread_by_ring(transport: Transport, flats: list[Tensor]) -> None:
 
 
 def _buckets(flat: Tensor, what: str) -> Iterator[Tensor]:
-    for number, bucket in enumerate(flat.split(_BUCKET_BYTES // flat.element_size())):
+    for number, bucket in enumerate(flat.split(BUCKET_BYTES // flat.element_size())):
         label(f"{what} bucket {number}")
         yield bucket
 
