@@ -1,7 +1,8 @@
 # From a fresh clone: `make demo` or `make test`. Needs make and Python >= 3.11; everything else goes into .venv.
 #   PYTHON=python3.12      the Python to build .venv with
 #   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
-#   ARGS="-k resume -x"    passed on to pytest, or to the benchmark; ARGS="-n 0" tests in one process
+#   ARGS="-k resume -x"    passed on to pytest, or to the benchmark; ARGS="-n 4 --dist loadfile" tests four
+#                          files at a time, where there are eight cores or more: most start several processes
 #   PART=train             what gpu-check checks
 #   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
 
@@ -12,7 +13,6 @@ ARGS ?=
 PART ?=
 WHEELS ?=
 BIN := .venv/bin
-TOGETHER := -n 2 --dist loadfile
 READY := .venv/.ready
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
@@ -35,12 +35,12 @@ demo: setup ## text in, a trained GPT out, with a killed and recovered process o
 	$(BIN)/shoal quickstart
 
 test: setup ## run the test suite
-	$(BIN)/python -m pytest -m "not proof" $(TOGETHER) $(ARGS)
+	$(BIN)/python -m pytest -m "not proof" $(ARGS)
 
-proof: setup ## run the long tests (under an hour), those that take times by themselves
+proof: setup ## run the long tests, those that take times by themselves; the rest two files at a time
 	@failed=0; \
 	$(BIN)/python -m pytest -m "proof and alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
-	$(BIN)/python -m pytest -m "proof and not alone" $(TOGETHER) $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m "proof and not alone" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
 check: setup ## format, lint, types, architecture, size

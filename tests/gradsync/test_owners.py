@@ -138,7 +138,7 @@ def test_weights_begin_where_kernels_like_it():
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "device_sharded"])
 def test_buckets_cut_what_travels_not_what_arrives(monkeypatch, strategy):
     whole = step(strategy, 3)
-    monkeypatch.setattr("shoal.gradsync.owners._BUCKET_BYTES", 100 * 8)
+    monkeypatch.setattr("shoal.gradsync.owners.BUCKET_BYTES", 100 * 8)
     for (_, weights, *num_bytes), (_, expected, *expected_bytes) in zip(
         step(strategy, 3), whole, strict=True
     ):

@@ -1,5 +1,7 @@
 """`shoal train` as users meet it: real processes, signals, kills, exit statuses and sentences."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -57,10 +60,13 @@ def shoal(data, run, *arguments, env=None, timeout=90):
 
 
 class Running:
-    """A command in the background."""
+    """A command in the background, until its test ends."""
+
+    those_of_the_test: ClassVar[list[Running]] = []
 
     def __init__(self, data, run, *arguments):
         self.run = run
+        self.those_of_the_test.append(self)
         self.process = subprocess.Popen(
             command(data, run, *arguments),
             stdout=subprocess.PIPE,
@@ -98,6 +104,15 @@ class Running:
         finally:
             self.process.kill()  # what is late must not stay
         return self.process.returncode, screen
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """End what a failed test has left running: its ranks end with it."""
+    yield
+    for running in Running.those_of_the_test:
+        running.process.kill()
+    Running.those_of_the_test.clear()
 
 
 def hear_interrupts():
