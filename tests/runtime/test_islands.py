@@ -22,10 +22,10 @@ from shoal.runtime.log import to_screen
 from shoal.runtime.rendezvous import Place
 from shoal.runtime.stop import SIGNALS, STARTED
 from tests.tiny_dataset import random_dataset
-from tests.train.test_command import Running, command, same_weights, shoal, weights
+from tests.train.test_command import Running, command, nothing_stays, same_weights, shoal, weights
 from tests.two_hosts import two_hosts
 
-__all__ = ["two_hosts"]  # a fixture
+__all__ = ["nothing_stays", "two_hosts"]  # a fixture
 
 DILOCO = ("--sync.strategy", "diloco", "--train.micro_batch_size", "2", "--checkpoint.every", "0")
 DILOCO += ("--train.compile", "off")

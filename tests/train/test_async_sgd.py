@@ -10,8 +10,10 @@ import pytest
 
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
-from tests.train.test_command import Running, shoal
+from tests.train.test_command import Running, nothing_stays, shoal
 from tests.train.test_islands import SGD
+
+__all__ = ["nothing_stays"]  # a fixture
 
 ASYNC = {"strategy": "async_sgd"}
 

@@ -113,7 +113,7 @@ class TensorParallel:
         """Have modules compute on plain tensors that share the parts' memory, once that is there for good.
 
         Through a DTensor each use of a weight, and its gradient, takes some 0.1 ms of Python: 4 % of a step
-        of 5 layers, 256 wide, with 4,096 tokens on a core.
+        of 5 layers, 256 wide, with 8,192 tokens on two ranks, as torch's profiler sees it.
         """
         for module, name in self._cut:
             whole = cast(nn.Parameter, getattr(module, name))
