@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_dataset import random_dataset
-from tests.train.test_command import Running, command, shoal
+from tests.train.test_command import Running, command, nothing_stays, shoal
+
+__all__ = ["nothing_stays"]  # a fixture
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
 HANG_S = 4.0
@@ -135,8 +137,6 @@ def test_a_rank_that_sends_another_shape_is_named_before_any_time_out(data, tmp_
 DIE = """
 import signal
 from shoal.data.loader import Loader
-
-__all__ = ["nothing_stays"]  # a fixture
 read = Loader.batch
 def batch(self, step):
     if unwell(step):
