@@ -7,6 +7,7 @@ run's. Run it from the root of the repository: python -m benchmarks.kill_storm -
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -90,13 +91,12 @@ class Run:
     def workers(self) -> dict[int, int]:
         """Return rank -> process id of the ranks that are alive."""
         found: dict[int, int] = {}
-        children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
-        for pid in children.read_text().split() if children.exists() else []:
-            try:
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found |= {int(v[5:]): int(pid) for v in variables if v.startswith(b"RANK=")}
-            except OSError:
-                pass  # it went while we looked
+        for file in self.folder.glob("ranks/rank-*/pid"):
+            with contextlib.suppress(OSError, ValueError):  # it is going, or just beginning
+                pid = int(file.read_text())
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == self.launcher.pid:  # and not of an earlier start
+                    found[int(file.parent.name.removeprefix("rank-"))] = pid
         return found
 
     def resumed(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,14 +77,16 @@ def train(
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
     from shoal.runtime.allocator import keep_memory
-
-    keep_memory()
     from shoal.runtime.log import quieten_libraries
 
     overrides = _given(settings, data, max_time, stop_after)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
+    gc.disable()  # until all is loaded
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
+    if max_restarts is not None or nnodes > 1 or (nproc or (words.world_size if words else 1)) > 1:
+        _load_for_workers()
+    keep_memory()
     from shoal.train.request import Request
 
     if run_dir is None:
@@ -197,13 +200,22 @@ def advise(
     return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 
 
+def _load_for_workers() -> None:
+    """Load what workers need, beside what this process needs to start them; it may be one of them."""
+    from shoal.runtime.forking import load
+    from shoal.runtime.seat import read_island, read_seat
+
+    island = read_island()
+    if read_seat() is None and (island is None or island.size > 1):
+        load()
+
+
 def _begin(
     request: Any, nproc: int | None, max_restarts: int | None, hosts: tuple[int, str | None, int | None]
 ) -> int:
     """Train as what this process was started for: an island, a rank, or by the user."""
-    from shoal.runtime.islands import read_island
     from shoal.runtime.network import several_hosts
-    from shoal.runtime.process import read_seat
+    from shoal.runtime.seat import read_island, read_seat
 
     if (island := read_island()) is not None:
         return _be_island(request.on(island))
@@ -230,7 +242,7 @@ def _join(request: Any, nproc: int | None, nnodes: int) -> int:
 def _be_island(request: Any) -> int:
     """Train one of the replicas that train apart, or be one of its ranks."""
     from shoal.runtime.files import alone_in
-    from shoal.runtime.process import read_seat
+    from shoal.runtime.seat import read_seat
     from shoal.runtime.stop import end_with_launcher
     from shoal.train.worker import run
 

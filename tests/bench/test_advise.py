@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -19,6 +17,7 @@ from shoal.config.sections import Config, Sync
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError
 from shoal.gradsync.cost import Pace, Replicas, demand, seconds, step_lines
+from tests import commands
 
 SHAPES = {f"blocks.{layer}.weight": (512, 2048) for layer in range(12)}  # 50 MB
 WORK_S = {"bf16": 0.05, "int8": 0.1, "onebit": 0.1, "topk": 0.2, "powersgd": 0.05}
@@ -204,13 +203,7 @@ def test_tiny_is_measured_and_advised_on_two_processes(tmp_path):
         "1",
     ]
     words += ["--train.steps", "1000", "--sync.every", "20", "--runtime.device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = commands.run(*words, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "dp2: 2 replicas behind the links of 2 hosts" in done.stdout
     assert "Use " in done.stdout

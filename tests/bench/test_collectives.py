@@ -12,7 +12,7 @@ from shoal.bench.ranks import _hosts
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
-from shoal.runtime.process import Seat
+from shoal.runtime.seat import Seat
 from tests.mpirun import mpirun, needs_mpi
 
 

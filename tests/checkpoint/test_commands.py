@@ -11,6 +11,7 @@ import pytest
 
 from shoal.checkpoint.commands import list_checkpoints, remove_checkpoint, verify_checkpoints
 from shoal.errors import InputError
+from tests import commands
 from tests.checkpoint.damage import cut_short
 
 
@@ -72,9 +73,7 @@ def test_rm_refuses_what_is_no_checkpoint(run: Path, given: str):
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_folder_without_checkpoints_is_a_sentence(tmp_path: Path, command: str):
-    result = subprocess.run(
-        [sys.executable, "-m", "shoal", "checkpoint", command, str(tmp_path)], capture_output=True, text=True
-    )
+    result = commands.run("checkpoint", command, tmp_path)
     assert result.returncode == 2
     assert "holds no checkpoint" in result.stderr
 

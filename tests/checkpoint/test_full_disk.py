@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from shoal.checkpoint.manifest import resolve_checkpoint
+from tests import commands
 from tests.tiny_dataset import random_dataset
 
 OPTIONS = [
@@ -21,14 +21,14 @@ OPTIONS = [
 def test_training_stops_with_a_sentence_and_goes_on_once_there_is_room(small_disk: Path, tmp_path: Path):
     data = random_dataset(tmp_path / "data")
     run = small_disk / "run"
-    command = [sys.executable, "-m", "shoal", "train", "tiny", f"--data={data}", f"--run-dir={run}", *OPTIONS]
-    full = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    words = ["train", "tiny", f"--data={data}", f"--run-dir={run}", *OPTIONS]
+    full = commands.run(*words, timeout=200)
     assert full.returncode == 1
     assert "the disk is full: cannot write" in full.stderr
     assert "free some space" in full.stderr
     kept = resolve_checkpoint(run).name
     subprocess.run(["mount", "-o", "remount,size=8M", str(small_disk)], check=True)
-    again = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    again = commands.run(*words, timeout=200)
     assert again.returncode == 0, again.stderr
     assert f"resumed from {kept}" in again.stdout
     assert resolve_checkpoint(run).name == "step-00000020"

@@ -21,7 +21,7 @@ from shoal.models.shape import resolve_shape
 from shoal.parallel.apply import apply
 from shoal.runtime import process as processes
 from shoal.runtime.device import select_device
-from shoal.runtime.process import Seat
+from shoal.runtime.seat import Seat
 from shoal.runtime.stop import Stop
 from shoal.train.job import build_job
 from shoal.train.loop import train

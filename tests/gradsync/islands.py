@@ -15,7 +15,7 @@ from torch import nn
 from shoal.config.sections import Sync
 from shoal.gradsync.meeting import Meeting
 from shoal.gradsync.rounds import OuterRounds
-from shoal.runtime.islands import Island
+from shoal.runtime.seat import Island
 
 
 class Sea:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.models.conftest import one_thread  # noqa: F401
 from tests.tiny_dataset import random_dataset
 
@@ -21,17 +20,8 @@ def trained_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     data = random_dataset(folder / "data")
     settings = ["--train.steps", "4", "--checkpoint.every", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "train",
-        "tiny",
-        "--data",
-        data,
-        "--run-dir",
-        folder / "run",
-        *settings,
-    ]
-    subprocess.run(list(map(str, command)), check=True, timeout=120, capture_output=True, env=ONE_THREAD)
+    done = commands.run(
+        "train", "tiny", "--data", data, "--run-dir", folder / "run", *settings, env=ONE_THREAD
+    )
+    assert done.returncode == 0, done.stderr
     return folder / "run"

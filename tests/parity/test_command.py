@@ -1,8 +1,6 @@
 """`shoal parity`: layouts that agree, one all-reduce left out, and what is refused before anything starts."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from shoal.config.sections import Sync
 from shoal.errors import InputError
 from shoal.parity import command
 from shoal.parity.command import parity, suspect_of
+from tests import commands
 from tests.parity.sabotage import break_one_all_reduce
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import TINY
@@ -126,9 +125,8 @@ def test_the_command_takes_a_dataset_another_reference_and_settings(tmp_path):
     data = random_dataset(tmp_path / "walk")
     settings = [f"--model.{name}={value}" for name, value in TINY["model"].items()]
     settings += [f"--train.seq_len={TINY['train']['seq_len']}", "--runtime.threads=1"]
-    command = [sys.executable, "-m", "shoal", "parity", "tiny", "--layouts", "tp2", "--reference", "dp2"]
-    command += ["--data", data, "--steps", "2", "--json", tmp_path / "parity.json", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    words = ["parity", "tiny", "--layouts", "tp2", "--reference", "dp2", "--data", data, "--steps", "2"]
+    done = commands.run(*words, "--json", tmp_path / "parity.json", *settings)
     assert done.returncode == 0, done.stderr
     assert "largest difference from dp2" in done.stdout
     assert json.loads((tmp_path / "parity.json").read_text())["reference"] == "dp2"

@@ -30,7 +30,7 @@ for number in range(30):
 heap = [line.split()[0] for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]")]
 wide = sum(int(end, 16) - int(start, 16) for start, end in (part.split("-") for part in heap))
 flags = [line for line in open("/proc/self/smaps") if line.startswith("VmFlags") and " hg" in line]
-print(used[4], used[-1], wide, status("MemTotal", "/proc/meminfo"), len(flags))
+print(used[9], used[-1], wide, status("MemTotal", "/proc/meminfo"), len(flags))
 """
 
 
@@ -40,6 +40,6 @@ def test_freed_memory_is_used_again_and_lies_in_huge_pages():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
     )
     early, late, wide, memory, asked_for_huge_pages = map(int, done.stdout.split())
-    assert late < 1.1 * early
+    assert late < 1.05 * early
     assert wide > 0.4 * memory  # of addresses; never given back
     assert asked_for_huge_pages > 0

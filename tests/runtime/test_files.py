@@ -10,6 +10,7 @@ import pytest
 
 from shoal.errors import InputError
 from shoal.runtime.files import alone_in, atomic_write, write_json
+from tests import commands
 from tests.tiny_dataset import random_dataset
 
 
@@ -70,15 +71,8 @@ def test_folder_is_free_again_after_its_holder_was_killed(tmp_path):
 
 def test_second_training_in_a_run_folder_is_refused(tmp_path):
     data = random_dataset(tmp_path / "data")
-    command = [sys.executable, "-m", "shoal", "train", "tiny", "--data", str(data)]
     with alone_in(tmp_path / "run"):
-        done = subprocess.run(
-            [*command, "--run-dir", str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = commands.run("train", "tiny", "--data", data, "--run-dir", tmp_path / "run")
     assert done.returncode == 2
     assert "another process is at work in" in done.stderr
     assert list((tmp_path / "run").iterdir()) == []

@@ -53,14 +53,13 @@ def archipelago(run, monkeypatch, program, during=lambda: None, **options):
     """Return two islands that run a line of Python, with `during` called while each is started."""
     starts = []
 
-    def start(command, env, **settings):
+    def start(arguments, env, *screen):
         starts.append(env)
-        child = popen([sys.executable, "-c", program], env=env, **settings)
+        child = subprocess.Popen([sys.executable, "-c", program], env=env)
         during()
         return child
 
-    popen = subprocess.Popen
-    monkeypatch.setattr(islands.subprocess, "Popen", start)
+    monkeypatch.setattr(islands.forking, "start", start)
     place = {"replicas": 2, "size": 1, "nproc": 2, "place": Place(), "timeout_s": 5}
     place["without"] = "the others go on without it"
     return Archipelago((), run, **{**place, "max_restarts": 0, **options}), starts

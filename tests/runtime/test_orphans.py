@@ -27,7 +27,10 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers through /proc")
-def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path):
+@pytest.mark.parametrize(
+    "born", [pytest.param(1, id="the server that ranks are forked from"), pytest.param(3, id="and two ranks")]
+)
+def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path, born: int):
     data = random_dataset(tmp_path / "data")
     command = [
         sys.executable,
@@ -40,11 +43,11 @@ def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path):
     ]
     launcher = subprocess.Popen([*command, "--nproc=2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while len(workers := children(launcher.pid)) < 2 and time.monotonic() < deadline:
+    while len(workers := children(launcher.pid)) < born and time.monotonic() < deadline:
         time.sleep(0.01)
     launcher.kill()
     launcher.wait()
-    assert len(workers) == 2
+    assert len(workers) == born
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = [pid for pid in workers if alive(pid)]

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.runtime import device as devices
 from shoal.runtime.failure import first_cause, is_peer_loss, record_failure
 from shoal.runtime.files import atomic_write, read_json, write_json
-from shoal.runtime.process import Seat, read_seat
+from shoal.runtime.seat import Seat, read_seat
 
 
 def test_no_launcher_means_no_seat():

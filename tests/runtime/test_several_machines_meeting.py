@@ -15,8 +15,8 @@ from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.runtime import network, rendezvous
 from shoal.runtime.device import Device, choose_backend
 from shoal.runtime.failure import Failure
-from shoal.runtime.process import read_seat
 from shoal.runtime.rendezvous import Place, Rendezvous
+from shoal.runtime.seat import read_seat
 
 
 @pytest.fixture

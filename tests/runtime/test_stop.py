@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.runtime.device import select_device
-from shoal.runtime.process import Seat, take_seat
+from shoal.runtime.process import take_seat
+from shoal.runtime.seat import Seat
 from shoal.runtime.stop import SIGNALS, STARTED, Stop
 
 

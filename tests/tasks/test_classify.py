@@ -13,7 +13,7 @@ from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.models import classic
 from shoal.parity.command import parity
-from shoal.runtime.islands import Island
+from shoal.runtime.seat import Island
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from tests.tiny_dataset import random_dataset

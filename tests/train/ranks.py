@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.config.load import validate
 from shoal.runtime.device import select_device
-from shoal.runtime.islands import Island
-from shoal.runtime.process import Process, Seat, take_seat
+from shoal.runtime.process import Process, take_seat
+from shoal.runtime.seat import Island, Seat
 from shoal.runtime.stop import Stop
 from shoal.train.job import Job, build_job
 from shoal.train.loop import train

@@ -280,7 +280,7 @@ def _known_pace(config: Config, wish: Wish, layout: Layout) -> Pace | None:
 
 def _processes(wish: Wish, layout: Layout, link: Link | None) -> int:
     """Return how many processes measure: with a link given, one has the machine to itself."""
-    from shoal.runtime.process import read_seat
+    from shoal.runtime.seat import read_seat
 
     if wish.nproc or read_seat():
         return wish.nproc

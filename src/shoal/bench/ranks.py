@@ -18,7 +18,8 @@ from shoal.errors import InputError
 from shoal.runtime import process as processes
 from shoal.runtime.crew import Crew, Tell
 from shoal.runtime.device import share_cores
-from shoal.runtime.process import Process, Seat
+from shoal.runtime.process import Process
+from shoal.runtime.seat import Seat, read_seat
 
 Work = Callable[..., Any]  # (transport, tell, *arguments) -> what rank 0 is asked for
 
@@ -29,7 +30,7 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
     Raises:
         InputError: No such number of processes, or a launcher started another number.
     """
-    seat = processes.read_seat()
+    seat = read_seat()
     if nproc < 0 or (seat and nproc not in (0, seat.world_size)):
         raise InputError(
             f"--nproc {nproc}" + (f", but a launcher started {seat.world_size} processes" if seat else ""),

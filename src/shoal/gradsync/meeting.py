@@ -25,11 +25,12 @@ from shoal.comm.slow_transport import slowed
 from shoal.comm.transport import Traffic, Transport
 from shoal.errors import InputError, ShoalError, StoppedError
 from shoal.runtime.boards import Boards
-from shoal.runtime.islands import BEAT_S, LOST_S, Island, board_keys
+from shoal.runtime.islands import BEAT_S, LOST_S, board_keys
 from shoal.runtime.log import log
 from shoal.runtime.network import address_towards
 from shoal.runtime.rendezvous import connect
 from shoal.runtime.ring import mark
+from shoal.runtime.seat import Island
 
 _POLL_S = 0.01
 _FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still

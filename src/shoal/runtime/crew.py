@@ -32,7 +32,8 @@ from shoal.runtime.device import select_device
 from shoal.runtime.failure import is_peer_loss
 from shoal.runtime.log import quieten_libraries
 from shoal.runtime.network import choose_interface
-from shoal.runtime.process import Seat, leave, take_seat
+from shoal.runtime.process import leave, take_seat
+from shoal.runtime.seat import Seat
 
 _START_LIMIT_S = 120.0
 _GRACE_S = 5.0  # what the others get to say after a rank has failed

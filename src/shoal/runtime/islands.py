@@ -11,58 +11,29 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError
-from shoal.runtime import network
+from shoal.runtime import forking, network
 from shoal.runtime.boards import Boards
 from shoal.runtime.device import physical_cores
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.rendezvous import RUN_AGAIN, Place, connect, open_store
+from shoal.runtime.seat import ISLAND, Island, island_folder
 from shoal.runtime.stop import SIGNALS, STARTED
 
 LOST_S = 10.0  # silence after which an island is left out
 BEAT_S = 0.5
-_ISLAND = "SHOAL_ISLAND"
 _PERIOD_S = 0.1
 _AGAIN_S = 2.0  # before a new start: the workers of a killed launcher need a moment to end
-
-
-@dataclass(frozen=True)
-class Island:
-    """The place of a replica that is a world of its own."""
-
-    replica: int
-    replicas: int
-    size: int  # processes of each
-    host: str  # where the store is
-    port: int
-    mark: str  # of this start
-    launcher: int  # process id
-
-    def folder(self, run_dir: Path) -> Path:
-        """Return the run folder of this island."""
-        return island_folder(run_dir, self.replica)
-
-
-def read_island() -> Island | None:
-    """Return this process's island, if it was started as one."""
-    text = os.environ.get(_ISLAND)
-    return Island(**json.loads(text)) if text else None
-
-
-def island_folder(run_dir: Path, replica: int) -> Path:
-    """Return the run folder of a replica, given the run's."""
-    return run_dir / "replicas" / str(replica) if replica else run_dir
 
 
 def board_keys(replicas: int) -> list[str]:
@@ -111,7 +82,7 @@ class Archipelago:
                 f"of {replicas}",
                 hint="give each host its own --node-rank, from 0, also when it comes back",
             )
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, forking.Child | subprocess.Popen[bytes]] = {}
         self._statuses: dict[int, int] = {}
         self._restarts = dict.fromkeys(self._here, 0)
         self._due = dict.fromkeys(self._here, 0.0)  # when an island is to be started, or started again
@@ -121,6 +92,7 @@ class Archipelago:
     def run(self) -> int:
         """Start all, start again what is lost, and return shoal's exit status when all have ended."""
         quieten_libraries()
+        forking.all_is_loaded()
         log.info(
             f"{self._replicas} replicas of {self._size} process(es) meet at {self._address}:"
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
@@ -157,14 +129,11 @@ class Archipelago:
             uuid.uuid4().hex,
             os.getpid(),
         )
-        told = {_ISLAND: json.dumps(asdict(island)), STARTED: str(self._began)}
+        told = {ISLAND: json.dumps(asdict(island)), STARTED: str(self._began)}
         env = {**os.environ, **told, **self._share(replica)}
-        command = [sys.executable, "-m", "shoal", *self._arguments]
         with contextlib.ExitStack() as stack:
-            screen = stack.enter_context((folder / "screen").open("ab")) if replica else None
-            self._children[replica] = subprocess.Popen(
-                command, env=env, stdout=screen, stderr=screen, start_new_session=True
-            )
+            screen = stack.enter_context((folder / "screen").open("ab")).fileno() if replica else None
+            self._children[replica] = forking.start(self._arguments, env, screen or 1, screen or 2)
 
     def _share(self, replica: int) -> dict[str, str]:
         """Return the variables that give an island its share of this host's cores and GPUs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shoal.errors import EXIT_DONE, EXIT_STOPPED
+from shoal.runtime import forking
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries
 from shoal.runtime.postmortem import conclude
@@ -47,12 +50,13 @@ def launch(
     hang_s: float,
     rendezvous: Rendezvous | None = None,
 ) -> int:
-    """Run `python -m shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status.
+    """Run `shoal ARGUMENTS` as nproc workers on this host; return shoal's exit status.
 
     Workers that make no progress for `hang_s` seconds are ended, with a verdict. `rendezvous` joins them to
     the workers of other hosts, whose launchers meet there too.
     """
     quieten_libraries()
+    forking.all_is_loaded()
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +67,8 @@ def launch(
         role="train",
         local_world_size=nproc,
         rdzv_handler=rendezvous,
-        entrypoint=sys.executable,
-        args=("-m", "shoal", *arguments),
+        entrypoint="shoal",
+        args=tuple(arguments),
         max_restarts=max_restarts,
         monitor_interval=_MONITOR_S,
     )
@@ -86,7 +90,7 @@ class _Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, run_dir: Path, hang_s: float, rendezvous: Rendezvous) -> None:
-        super().__init__(spec, logs_specs=DefaultLogsSpecs())
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
         self._rendezvous_of_hosts = rendezvous
         self._run_dir = run_dir
         self._hang_s = hang_s
@@ -114,11 +118,12 @@ class _Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in worker_group.workers]
         for rank in ranks:
             ring_path(self._run_dir, rank).unlink(missing_ok=True)  # of an earlier start
-        workers = super()._start_workers(worker_group)
-        self._pids = dict(workers)
+        self._pcontext = _Workers(worker_group, worker_group.spec.max_restarts - self._remaining_restarts)
+        self._pcontext.start()
+        self._pids = self._pcontext.pids()
         hosts = self._rendezvous_of_hosts
         self._watch = Watch(self._run_dir, ranks, self._hang_s, hosts.own_host, hosts.share)
-        return workers
+        return self._pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -166,3 +171,43 @@ class _Agent(LocalElasticAgent):
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+class _Workers(SubprocessContext):
+    """The workers of one attempt, forked where torch's own would start a Python for each."""
+
+    def __init__(self, group: WorkerGroup, attempt: int) -> None:
+        envs = {
+            worker.local_rank: {
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+                "WORLD_SIZE": str(worker.world_size),
+                "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+                "MASTER_ADDR": str(group.master_addr),
+                "MASTER_PORT": str(group.master_port),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            }
+            for worker in group.workers
+        }
+        arguments = dict.fromkeys(envs, group.spec.args)
+        super().__init__("train", "shoal", arguments, envs, DefaultLogsSpecs(log_dir=os.devnull))
+        self._tail_logs = []  # two threads a rank, that would follow what is written to os.devnull
+
+    def _start(self) -> None:
+        handlers: dict[int, Any] = self.subprocess_handlers
+        for rank, env in self.envs.items():
+            handlers[rank] = _Worker(forking.start(self.args[rank], os.environ | env))
+
+
+class _Worker:
+    """A worker as torch's agent handles it."""
+
+    def __init__(self, proc: forking.Child | subprocess.Popen[bytes]) -> None:
+        self.proc = proc
+
+    def close(self, death_sig: signal.Signals) -> None:
+        """End the worker and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, death_sig)

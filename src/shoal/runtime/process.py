@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,76 +18,9 @@ from shoal.runtime import ring
 from shoal.runtime.collectives import recorded
 from shoal.runtime.device import Device, choose_backend, choose_threads, select_device
 from shoal.runtime.network import choose_interface, resolve
+from shoal.runtime.seat import Seat, read_seat
 
-# Rank, number of ranks, rank and number on this host: of Open MPI, and of MPICH and its kin.
-_MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # Open MPI's name of a job, another one for each
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A rank's place in the job, read from the launcher's variables."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    attempt: int = 0  # restarts so far
-
-    @property
-    def is_on_several_hosts(self) -> bool:
-        """Say whether some ranks are on another host."""
-        return self.local_world_size < self.world_size
-
-
-def read_seat(env: Mapping[str, str] | None = None) -> Seat | None:
-    """Read the place of this process from torchrun's, mpirun's or Slurm's variables; None if none set any."""
-    env = os.environ if env is None else env
-    try:
-        if "RANK" in env and "WORLD_SIZE" in env:
-            world = int(env["WORLD_SIZE"])
-            return Seat(
-                rank=int(env["RANK"]),
-                world_size=world,
-                local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
-                local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
-                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            )
-        for names in _MPI:  # before Slurm's, which starts one process a host under mpirun
-            if names[0] in env and names[2] in env:
-                return Seat(*(int(env[name]) for name in names))
-        # In the batch script itself, outside of srun, there is a task number but no step.
-        if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-            return Seat(
-                rank=int(env["SLURM_PROCID"]),
-                world_size=int(env["SLURM_NTASKS"]),
-                local_rank=int(env["SLURM_LOCALID"]),
-                local_world_size=_slurm_tasks_here(env),
-                attempt=int(env.get("SLURM_RESTART_COUNT", 0)),
-            )
-    except (KeyError, ValueError) as error:
-        raise InputError(
-            f"the launcher's variables are incomplete or not numbers: {error}",
-            hint="start with `shoal train --nproc N`, torchrun, mpirun or srun",
-        ) from error
-    return None
-
-
-def _slurm_tasks_here(env: Mapping[str, str]) -> int:
-    """Read SLURM_TASKS_PER_NODE, "2(x3),1": two tasks on each of three nodes, then one."""
-    counts: list[int] = []
-    for part in env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"]).split(","):
-        tasks, _, repeat = part.rstrip(")").partition("(x")
-        counts += [int(tasks)] * int(repeat or 1)
-    return counts[int(env.get("SLURM_NODEID", 0))]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from shoal.config.sections import Runtime
 from shoal.errors import EXIT_FAILED, ConfigError, ShoalError
 from shoal.runtime.failure import record_failure
 from shoal.runtime.postmortem import Scene, Verdict, conclude
-from shoal.runtime.process import Seat
 from shoal.runtime.ring import (
     STACK_SIGNAL,
     UNRECORDED,
@@ -37,6 +36,7 @@ from shoal.runtime.ring import (
     ring_path,
     stack_path,
 )
+from shoal.runtime.seat import Seat
 
 _PERIOD_S = 1.0
 _WHOLE = 10  # every so many looks operations are compared, too, though there is progress: 3 ms a rank

@@ -12,7 +12,7 @@ from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
 from shoal.errors import ConfigError, InputError
-from shoal.runtime.islands import Island
+from shoal.runtime.seat import Island
 from shoal.tasks.choose import open_task
 from shoal.tasks.task import Task
 from shoal.train.sinks import require_sinks

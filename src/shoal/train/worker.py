@@ -16,9 +16,11 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, Shoal
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
+from shoal.runtime.forking import all_is_loaded
 from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
+from shoal.runtime.seat import Seat, read_seat
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.runtime.watch import limit_s, watch_from_within
 from shoal.tasks.choose import open_task
@@ -32,7 +34,8 @@ def run(request: Request) -> int:
     """Train as one rank and return shoal's exit status. Called on every rank."""
     if (launcher := launcher_pid()) is not None:
         end_with_launcher(launcher)
-    seat = processes.read_seat() or processes.Seat()
+    all_is_loaded()
+    seat = read_seat() or Seat()
     to_rank_file(request.run_dir, seat.rank, seat.attempt)
     quieten_libraries()
     try:

@@ -1,0 +1,80 @@
+"""`shoal` as users meet it, for tests: real processes, which start at once.
+
+They are forked from one that has loaded everything, as `shoal train` forks its ranks. What is about the start
+itself, or about another launcher, runs `python -m shoal`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from tempfile import TemporaryFile
+
+from shoal.runtime import forking
+
+_LOADED = (*forking.PRELOADED, "shoal.parity.command", "shoal.bench.gradsync", "matplotlib.figure")
+Done = subprocess.CompletedProcess[str]
+
+
+class Command:
+    """`shoal ARGUMENTS` in the background, with its screen in files."""
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        words, variables = list(map(str, arguments)), os.environ | (env or {})
+        self._screen, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
+        screen = self._screen.fileno(), self._errors.fileno()
+        self._child: forking.Child | subprocess.Popen[bytes]
+        if sys.platform == "linux" and variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
+            self._child = forking.fork(_server(), words, variables, os.getcwd(), screen)
+        else:  # a planted sitecustomize.py is read at the start
+            command = [sys.executable, "-m", "shoal", *words]
+            self._child = subprocess.Popen(command, env=variables, stdout=screen[0], stderr=screen[1])
+        self.pid = self._child.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status if it has ended."""
+        return self._child.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Signal the command, not its ranks."""
+        self._child.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.send_signal(signal.SIGKILL)
+
+    def said(self) -> tuple[str, str]:
+        """Return what it has written so far: to the screen, and as errors."""
+        written = [os.pread(file.fileno(), 1 << 24, 0) for file in (self._screen, self._errors)]
+        screen, errors = (text.decode(errors="replace") for text in written)
+        return screen, errors
+
+    def end(self, timeout: float = 60) -> Done:
+        """Wait for the end and return how it was; what is late is killed."""
+        try:
+            status = self._child.wait(timeout)
+        finally:
+            self.kill()
+        return subprocess.CompletedProcess((), status, *self.said())
+
+
+def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 90) -> Done:
+    """Run `shoal ARGUMENTS` to its end."""
+    return Command(*arguments, env=env).end(timeout)
+
+
+@functools.cache
+def _server() -> Connection:
+    ours, theirs = Pipe()
+    program = "import sys; from multiprocessing.connection import Connection\n"
+    program += "from shoal.runtime.forking import serve\n"
+    program += "serve(Connection(int(sys.argv[1])), sys.argv[2:])"  # until our end of the pipe is closed
+    command = [sys.executable, "-c", program, str(theirs.fileno()), *_LOADED]
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return ours

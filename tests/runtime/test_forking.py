@@ -1,0 +1,100 @@
+"""Processes forked from one that has loaded everything: whose they are, how they end, what replaces it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.runtime import forking
+from tests.runtime.test_orphans import alive, children
+from tests.tiny_dataset import random_dataset
+from tests.train.test_command import Running, nothing_stays
+
+__all__ = ["nothing_stays"]  # of this file, too
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are started anew")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def test_a_forked_command_is_a_child_in_a_session_of_its_own(data, tmp_path):
+    running = Running(data, tmp_path, "--train.steps", "100000")
+    running.wait_for_step(1)
+    pid = running.process.pid
+    assert running.pid(0) == pid
+    assert pid in children(os.getpid())
+    assert os.getsid(pid) == pid
+    os.kill(pid, signal.SIGKILL)
+    assert running.end()[0] == -signal.SIGKILL
+
+
+def ignored(pid):
+    """Return the signals that a process ignores."""
+    text = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return {number for number in signal.Signals if int(text, 16) >> (number - 1) & 1}
+
+
+def test_a_signal_that_is_ignored_stays_so_and_the_others_are_heard(data, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        running = Running(data, tmp_path, "--train.steps", "100000")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    running.wait_for_step(1)
+    assert ignored(running.process.pid) & {signal.SIGHUP, signal.SIGTERM, signal.SIGINT} == {signal.SIGHUP}
+
+
+def gone(theirs):
+    theirs.close()
+
+
+def cannot_fork(theirs):
+    theirs.send(None)
+
+
+@pytest.mark.parametrize("server", [gone, cannot_fork])
+def test_a_new_python_is_started_where_the_server_cannot_help(tmp_path, monkeypatch, server):
+    ours, theirs = multiprocessing.Pipe()
+    server(theirs)
+    monkeypatch.setattr(forking, "_server", ours)
+    with (tmp_path / "screen").open("wb") as screen:
+        child = forking.start(["checkpoint", "ls", "nowhere"], os.environ, screen.fileno(), screen.fileno())
+        assert child.wait(60) == 2
+    assert isinstance(child, subprocess.Popen)
+    assert "error: nowhere" in (tmp_path / "screen").read_text()
+    assert forking._server is None, "its next answer may be to this request"
+
+
+def test_a_process_that_ends_before_it_is_ready_has_ended(monkeypatch):
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send(subprocess.Popen(["false"]).pid)
+    assert forking.fork(ours, [], {}, ".", (1, 2)).wait(10) == 1
+
+
+def lose_a_rank(running):
+    lost = running.pid(1)
+    os.kill(lost, signal.SIGKILL)
+    running.wait_for(lambda: running.pid(1) != lost, "restart")
+
+
+def test_ranks_come_back_whether_their_server_is_asked_to_end_or_killed(data, tmp_path):
+    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000")
+    running.wait_for_step(2)
+    (server,) = set(children(running.process.pid)) - {running.pid(0), running.pid(1)}
+    os.kill(server, signal.SIGTERM)  # by a scheduler, say, that signals all of a job
+    lose_a_rank(running)
+    assert alive(server)
+    os.kill(server, signal.SIGKILL)
+    lose_a_rank(running)
+    running.process.send_signal(signal.SIGTERM)
+    status, screen = running.end()
+    assert status == 75, screen
+    assert screen.count("restarting all ranks") == 2
