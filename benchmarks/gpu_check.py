@@ -18,21 +18,21 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_BUILT = ("bench", "plan")
 MODULES = ("numpy", "pydantic", "cyclopts", "xxhash", "tokenizers", "safetensors", "pytest", "pytest_timeout")
 PROBE = f"""
 import importlib.util, json, sys
 missing = [name for name in {MODULES!r} if importlib.util.find_spec(name) is None]
 if importlib.util.find_spec("torch") is None:
-    print(json.dumps(dict(torch=None, cuda=False, missing=missing)))
+    print(json.dumps(dict(torch=None, devices=0, missing=missing)))
     sys.exit()
 import torch
-print(json.dumps(dict(torch=torch.__version__, cuda=torch.cuda.is_available(), missing=missing)))
+print(json.dumps(dict(torch=torch.__version__, devices=torch.cuda.device_count(), missing=missing)))
 """
-LAYOUT_TESTS = "tests/gpu/test_layouts_gpu.py"
 OLDEST_TORCH = (2, 11)
 BUDGET_S = 570.0  # of a part
 TESTS_S = 240.0  # of it for the tests, at most
@@ -73,8 +73,11 @@ def describe_shoal(site: Path) -> None:
     )
 
 
-def check_python(environment: dict[str, str], device: str) -> None:
-    """Refuse a Python that cannot do it: no torch, too old a one, no CUDA, or packages missing."""
+def check_python(environment: dict[str, str], device: str) -> int:
+    """Refuse a Python that cannot do it: no torch, too old a one, no CUDA, or packages missing.
+
+    Returns the number of CUDA devices.
+    """
     probe = subprocess.run(
         [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=False
     )
@@ -90,33 +93,59 @@ def check_python(environment: dict[str, str], device: str) -> None:
             f"{sys.executable} lacks {', '.join(seen['missing'])}",
             "run `make wheels` on a machine with a network, then make gpu-check WHEELS=wheels",
         )
-    if device == "cuda" and not seen["cuda"]:
+    if device == "cuda" and not seen["devices"]:
         refuse(f"torch {seen['torch']} sees no CUDA device here", "gpu-check is for machines with a GPU")
+    return int(seen["devices"])
 
 
-def check_training(environment: dict[str, str], wish: argparse.Namespace) -> int:
-    """Run the GPU tests of training, then time it; return the worse exit status."""
-    began = time.monotonic()
-    tested = run_tests(environment, f"--ignore={LAYOUT_TESTS}", "tests/gpu")
-    left_s = BUDGET_S - (time.monotonic() - began)
-    timing = ["--suite", "gpu", "--systems", "shoal", "transformers", "--device", wish.device]
-    timing += ["--output", str(wish.output), "--limit-s", f"{left_s - GRACE_S:.0f}", "--steps", "5"]
+@dataclass(frozen=True)
+class Part:
+    """GPU tests, and the words after `python -m` that time it: of wishes, seconds left and a free folder."""
+
+    tests: tuple[str, ...]
+    timing: Callable[[argparse.Namespace, float, Path], list[str]]
+
+
+def time_training(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+    """Training speed beside transformers."""
+    words = ["benchmarks.train_step", "--suite", "gpu", "--systems", "shoal", "transformers"]
+    words += ["--device", wish.device, "--output", str(wish.output), "--limit-s", f"{left_s - GRACE_S:.0f}"]
     if wish.tiny:
-        timing += ["--tiny", "--modes", "eager", "--repeats", "1", "--steps", "2", "--warmup", "1"]
-    timed = run([sys.executable, "-m", "benchmarks.train_step", *timing], environment, left_s)
-    print(f"gpu tests: {'passed' if tested else 'FAILED'}; timing: {'done' if timed else 'FAILED'}")
-    return 0 if tested and timed else 1
+        return [*words, "--tiny", "--modes", "eager", "--repeats", "1", "--steps", "2", "--warmup", "1"]
+    return [*words, "--steps", "5"]
 
 
-def check_layouts(environment: dict[str, str], wish: argparse.Namespace) -> int:
-    """Run the GPU tests of layouts, then time those that the devices here allow; return the worse status."""
+def time_layouts(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+    """The layouts that the devices here allow."""
+    words = ["benchmarks.layouts", "--device", wish.device, "--output", str(wish.output)]
+    return [*words, "--tiny", "--layouts", "dp2", "tp2", "bare torch tp2"] if wish.tiny else words
+
+
+def time_exchanges(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+    """A small GPT on one device, and on all by each kind of strategy."""
+    from tests.tiny_dataset import random_dataset
+
+    workers = {1, 2 if wish.tiny else wish.devices}
+    words = ["shoal", "bench", "gradsync", "--networks", "gpt", "--workers", *map(str, sorted(workers))]
+    words += ["--data", str(random_dataset(folder / "data")), "--json", str(wish.output)]
+    words += ["--steps", "6" if wish.tiny else "100", "--strategies", "allreduce", "onebit"]
+    return words if wish.tiny else [*words, "powersgd", "int8", "topk", "device_sharded"]
+
+
+def time_plan(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+    """A step of gpt2 and each strategy's own work on the device, and what they mean for eight hosts."""
+    planned = ["tiny", "--layout", "dp2"] if wish.tiny else ["gpt2", "--layout", "dp8"]
+    words = ["--link", "1gbit,0.2ms", "--json", str(wish.output), "--runtime.device", wish.device]
+    return ["shoal", "advise", *planned, *words]
+
+
+def check(part: Part, environment: dict[str, str], wish: argparse.Namespace, folder: Path) -> int:
+    """Run the tests of a part, then time it; return the worse exit status."""
     began = time.monotonic()
-    tested = run_tests(environment, LAYOUT_TESTS)
-    timing = ["--device", wish.device, "--output", str(wish.output)]
-    if wish.tiny:
-        timing += ["--tiny", "--layouts", "dp2", "tp2", "bare torch tp2"]
+    tests = [f"tests/gpu/test_{name}_gpu.py" for name in part.tests]
+    tested = not tests or run_tests(environment, *tests)
     left_s = BUDGET_S - (time.monotonic() - began)
-    timed = run([sys.executable, "-m", "benchmarks.layouts", *timing], environment, left_s)
+    timed = run([sys.executable, "-m", *part.timing(wish, left_s, folder)], environment, left_s)
     print(f"gpu tests: {'passed' if tested else 'FAILED'}; timing: {'done' if timed else 'FAILED'}")
     return 0 if tested and timed else 1
 
@@ -138,7 +167,12 @@ def run(command: list[str], environment: dict[str, str], limit_s: float) -> bool
         return False
 
 
-PARTS = {"train": check_training, "layouts": check_layouts}
+PARTS = {
+    "train": Part(("train", "step", "documents"), time_training),
+    "layouts": Part(("layouts",), time_layouts),
+    "bench": Part(("exchange", "owners", "doctor"), time_exchanges),
+    "plan": Part((), time_plan),
+}
 
 
 def main() -> None:
@@ -153,8 +187,7 @@ def main() -> None:
     wish = parser.parse_args()
     wish.output = wish.output or ROOT / "benchmarks" / "records" / f"gpu_{wish.part}.json"
     if wish.part not in PARTS:
-        state = "is not built yet" if wish.part in NOT_BUILT else "is not a part"
-        refuse(f"PART = {wish.part!r} {state}", f"the parts are: {', '.join(PARTS)}")
+        refuse(f"PART = {wish.part!r} is not a part", f"the parts are: {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         site = Path(name)
         if wish.wheels is not None:
@@ -162,8 +195,9 @@ def main() -> None:
         describe_shoal(site)
         paths = [str(ROOT / "src"), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep), str(site)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        check_python(environment, wish.device)
-        sys.exit(PARTS[wish.part](environment, wish))
+        wish.devices = check_python(environment, wish.device)
+        sys.path += environment["PYTHONPATH"].split(os.pathsep)
+        sys.exit(check(PARTS[wish.part], environment, wish, site / "work"))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from safetensors.numpy import load_file
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
 from shoal.errors import CheckpointError
 from tests.checkpoint.damage import cut_short, files_of, flip_bit
+from tests.commands import Command
 from tests.tiny_dataset import random_dataset
 
 PATIENCE_S = 120.0
@@ -62,30 +62,18 @@ class Run:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
-        self._command = [
-            sys.executable,
-            "-m",
-            "shoal",
-            "train",
-            "tiny",
-            f"--data={data}",
-            f"--run-dir={folder}",
-            *OPTIONS,
-        ]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._screen = (folder.parent / f"{folder.name}.screen").open("a+b")
+        self._words = ["train", "tiny", f"--data={data}", f"--run-dir={folder}", *OPTIONS]
         self.start()
 
     def start(self) -> None:
         """Start the launcher."""
-        self.launcher = subprocess.Popen(self._command, stdout=self._screen, stderr=self._screen)
+        self.launcher = Command(*self._words)
 
     def done(self) -> bool:
         """Say whether the run came to its end; it must not end in any other way."""
         status = self.launcher.poll()
         if status not in (None, 0, -signal.SIGKILL):
-            self._screen.seek(0)
-            raise AssertionError(f"status {status}: {self._screen.read()[-2000:].decode(errors='replace')}")
+            raise AssertionError(f"status {status}: {''.join(self.launcher.said())[-2000:]}")
         return status == 0
 
     def workers(self) -> dict[int, int]:
@@ -209,7 +197,7 @@ def strike(run: Run, dice: random.Random) -> dict[str, Any] | None:
     event: dict[str, Any] = {"moment": moment, "victim": victim, "phase": phase, "damage": ""}
     event["survivors_gone_s"] = time.monotonic() - killed
     if victim == "launcher":
-        run.launcher.wait()
+        run.launcher.end()
         event["damage"] = damage_newest(run, dice)
     event["expected"] = run.newest_good()  # new ranks need seconds until they look
     if victim == "launcher":
@@ -262,7 +250,7 @@ def storm(
                 say(f"{len(events):4d} {event}")
             wait_until(run.done, "end of the run")
         finally:
-            run.launcher.terminate()
+            run.launcher.send_signal(signal.SIGTERM)
         assert run.digests() == undisturbed.digests(), f"{run.folder}: the final tensors differ"
         if not striking():
             return summary(events, number, seed, time.monotonic() - started)

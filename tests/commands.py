@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 
 from shoal.runtime import forking
 
-_LOADED = (*forking.PRELOADED, "shoal.parity.command", "shoal.bench.gradsync", "matplotlib.figure")
+_LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "matplotlib.figure")
 Done = subprocess.CompletedProcess[str]
 
 

@@ -21,11 +21,11 @@ def check(*arguments):
     )
 
 
-@pytest.mark.parametrize("part", ["", "bench", "plan", "nonsense"])
+@pytest.mark.parametrize("part", ["", "nonsense"])
 def test_a_part_that_does_not_exist_is_refused_with_those_that_do(part):
     done = check("--part", part)
     assert done.returncode == 1
-    assert "the parts are: train, layouts" in done.stderr
+    assert "the parts are: train, layouts, bench, plan" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -63,6 +63,25 @@ def test_the_part_of_layouts_runs_on_a_cpu_with_a_tiny_model(tmp_path):
     assert set(record["results"]) == {"dp2", "tp2", "bare torch tp2"}
     assert all(entry["median_tokens_per_s"] > 0 for entry in record["results"].values())
     assert record["summary"]["tp2 / bare torch tp2"] > 0
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+def test_the_part_of_the_bench_runs_on_a_cpu_with_a_tiny_model(tmp_path):
+    cells = tiny_record("bench", tmp_path / "record.json")["cells"]
+    assert [cell["status"] for cell in cells] == ["done"] * 3
+
+
+@pytest.mark.timeout(300)
+def test_the_part_of_the_plan_runs_on_a_cpu_with_a_tiny_model(tmp_path):
+    record = tiny_record("plan", tmp_path / "record.json")
+    assert record["layout"] == "dp2"
+    assert record["pace"]["step_s"] > 0
+
+
+def test_each_file_of_gpu_tests_belongs_to_one_part():
+    files = sorted(path.name for path in (gpu_check.ROOT / "tests/gpu").glob("test_*.py"))
+    assert files == sorted(f"test_{name}_gpu.py" for part in gpu_check.PARTS.values() for name in part.tests)
 
 
 def wheel(folder, name):

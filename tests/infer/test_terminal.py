@@ -11,6 +11,7 @@ from shoal.errors import DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.terminal import Wish, answer, answer_file, converse, read_prompts, run
+from tests import commands
 from tests.infer.conftest import ONE_THREAD
 
 WISH = Wish(Sampling(greedy=True), max_tokens=5)
@@ -112,22 +113,20 @@ def test_arguments_that_exclude_each_other_are_refused(tmp_path):
         run(tmp_path, "a", None, tmp_path / "out.jsonl", "cpu", 1, WISH)
 
 
-def generate(run_folder, *arguments, stdin=""):
-    command = [sys.executable, "-m", "shoal", "generate", str(run_folder), *arguments]
-    return subprocess.run(
-        command, input=stdin.encode(), capture_output=True, timeout=60, check=False, env=ONE_THREAD
-    )
+def generate(run_folder, *arguments):
+    return commands.run("generate", run_folder, *arguments, env=ONE_THREAD)
 
 
 def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
-    first = generate(trained_run, "--max-tokens", "8", "--seed", "5", stdin="fish\nstop\n")
-    assert first.returncode == 0
-    assert first.stdout.startswith(b"fish")
+    command = [sys.executable, "-m", "shoal", "generate", trained_run, "--max-tokens", "8", "--seed", "5"]
+    typed = {"input": "fish\nstop\n", "capture_output": True, "text": True, "env": ONE_THREAD}
+    first = subprocess.run(command, timeout=60, check=True, **typed)
+    assert first.stdout.startswith("fish")
     asked = generate(trained_run, "--max-tokens", "8", "--seed", "5", "--prompt", "fish")
     assert asked.stdout == first.stdout
     missing = generate(trained_run / "nowhere", "--prompt", "fish")
     assert missing.returncode == 2
-    assert b"is not a folder" in missing.stderr
+    assert "is not a folder" in missing.stderr
 
 
 def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_path):
@@ -136,11 +135,11 @@ def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_pa
     wish = ["--input", str(prompts), "--greedy", "--max-tokens", "12"]
     whole, cut = generate(trained_run, *wish), generate(trained_run, *wish, "--tp", "2")
     assert (whole.returncode, cut.returncode) == (0, 0), cut.stderr
-    assert cut.stdout == whole.stdout != b""
+    assert cut.stdout == whole.stdout != ""
 
 
 def test_a_cut_that_does_not_divide_the_model_says_what_does(trained_run):
     refused = generate(trained_run, "--prompt", "fish", "--tp", "3")
     assert refused.returncode == 2
-    assert b"is not divisible by parallel.tp = 3" in refused.stderr
-    assert b"use parallel.tp = 1, 2" in refused.stderr
+    assert "is not divisible by parallel.tp = 3" in refused.stderr
+    assert "use parallel.tp = 1, 2" in refused.stderr
