@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_a_new_python_is_started_where_the_server_cannot_help(tmp_path, monkeypa
 
 def test_a_process_that_ends_before_it_is_ready_has_ended(monkeypatch):
     ours, theirs = multiprocessing.Pipe()
-    theirs.send(subprocess.Popen(["false"]).pid)
+    theirs.send(os.posix_spawn(shutil.which("false"), ["false"], {}))
     assert forking.fork(ours, [], {}, ".", (1, 2)).wait(10) == 1
 
 

@@ -131,6 +131,12 @@ def test_a_report_of_an_earlier_attempt_does_not_count(tmp_path):
     assert "rank 0 ended with status 3" in first_cause(tmp_path, 1, {0: 3}).sentence
 
 
+def test_a_rank_that_was_told_twice_to_end_explains_nothing(tmp_path):
+    """By the user, and by the agent once another one had ended: this is a stop, not an error."""
+    assert first_cause(tmp_path, 0, {0: 143, 1: -15}).echo
+    assert first_cause(tmp_path, 0, {0: 143, 1: 3}).rank == 1
+
+
 def test_an_error_for_people_is_not_retried_and_keeps_its_status(tmp_path):
     record_failure(tmp_path, 0, 0, InputError("bad file", hint="mend it"))
     failure = first_cause(tmp_path, 0, {0: 2})

@@ -96,7 +96,9 @@ def read_failure(run_dir: Path, rank: int, attempt: int, exit_code: int) -> Fail
                 report["echo"],
                 report["fatal"],
             )
-    return Failure(rank, time.time(), f"rank {rank} ended with status {exit_code}; see {path.parent / 'log'}")
+    sentence = f"rank {rank} ended with status {exit_code}; see {path.parent / 'log'}"
+    # Told twice, by the user and by the agent that ends the survivors, a rank leaves with this status.
+    return Failure(rank, time.time(), sentence, echo=exit_code == 128 + signal.SIGTERM)
 
 
 def first_cause(run_dir: Path, attempt: int, exit_codes: Mapping[int, int]) -> Failure:

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from shoal.runtime.files import write_text
+
 log = logging.getLogger("shoal")
 
 # Chatter of libraries that tells a user nothing: seen on torch 2.11 to 2.13 over gloo.
@@ -49,7 +51,7 @@ def to_rank_file(run_dir: Path, rank: int, attempt: int) -> None:
     """
     folder = rank_folder(run_dir, rank)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pid").write_text(str(os.getpid()))
+    write_text(folder / "pid", str(os.getpid()))
     file = (folder / "log").open("a", buffering=1, encoding="utf-8")
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
