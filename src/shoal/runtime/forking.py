@@ -27,8 +27,8 @@ from shoal.errors import EXIT_FAILED
 
 # What a rank needs, and what the launcher of an island does.
 PRELOADED = ("shoal.cli", "shoal.cli_train", "shoal.train.worker", "shoal.runtime.launch")
-# Signals that a whole process group or job step may be sent; its launcher hears them and passes them on.
-_FOR_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# By which a stop is asked for. A whole process group or job step may get them; its launcher passes them on.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.01
 
@@ -42,7 +42,7 @@ def load() -> None:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some daemons leave it ignored: no status would come
     ours, theirs = Pipe()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_LAUNCHER)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         if not os.fork():
             ours.close()
@@ -54,7 +54,7 @@ def load() -> None:
         pass
     finally:
         theirs.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_LAUNCHER)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def serve(client: Connection, modules: Sequence[str]) -> NoReturn:
@@ -62,8 +62,8 @@ def serve(client: Connection, modules: Sequence[str]) -> NoReturn:
 
     A forked process leaves by SystemExit, as a Python that was started anew would; the server just ends.
     """
-    usual = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_LAUNCHER}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_LAUNCHER)
+    usual = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         gc.disable()
         for module in modules:
@@ -163,7 +163,7 @@ def fork(
     server: Connection, arguments: Sequence[str], env: Mapping[str, str], folder: str, screen: tuple[int, int]
 ) -> Child:
     """Ask a server for a process that becomes a child of this one; see `start`."""
-    ignored = [number for number in _FOR_THE_LAUNCHER if signal.getsignal(number) is signal.SIG_IGN]
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     child = None
     _adopt_orphans(True)
     try:

@@ -28,7 +28,7 @@ from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.rendezvous import RUN_AGAIN, Place, connect, open_store
 from shoal.runtime.seat import ISLAND, Island, island_folder
-from shoal.runtime.stop import SIGNALS, STARTED
+from shoal.runtime.stop import STARTED
 
 LOST_S = 10.0  # silence after which an island is left out
 BEAT_S = 0.5
@@ -98,7 +98,7 @@ class Archipelago:
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
             f"are in {self._run_dir / 'replicas'}"
         )
-        for number in SIGNALS:
+        for number in forking.SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         while self._children or self._due:

@@ -24,7 +24,7 @@ from shoal.runtime.log import log, quieten_libraries
 from shoal.runtime.postmortem import conclude
 from shoal.runtime.rendezvous import Place, Rendezvous
 from shoal.runtime.ring import ring_path
-from shoal.runtime.stop import SIGNALS, STARTED, stop_marker, stopped_marker
+from shoal.runtime.stop import STARTED, stop_marker, stopped_marker
 from shoal.runtime.watch import Watch, heard, told
 
 _LAUNCHED = "SHOAL_LAUNCHED"
@@ -100,7 +100,7 @@ class _Agent(LocalElasticAgent):
 
     def listen(self) -> None:
         """Pass the user's signals on as a stop request."""
-        for number in SIGNALS:
+        for number in forking.SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 
