@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def main() -> None:
     }
     write_record("save_cost", figures)
     print(f"{share:.2%} of {wish.every} steps of {usual:.2f} s")
+    if share > SHARE:
+        sys.exit(f"error: a save every {wish.every} steps costs {share:.2%}, more than {SHARE:.0%}")
 
 
 if __name__ == "__main__":

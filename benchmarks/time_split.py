@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,7 @@ from tests.tiny_dataset import write_dataset
 
 VOCAB_SIZE = 1024
 WARM_UP = 5
+SHARE = 0.01  # of tokens/s: the most that the time split may cost
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "model": {"n_layers": 2, "d_model": 64, "n_heads": 2, "max_seq_len": 64},
@@ -151,6 +153,9 @@ def main() -> None:
             figures[name]["cost_of_empty_phases"] = round(spent_ms / figures[name]["processor_ms"]["off"], 6)
             print(name, {k: v for k, v in figures[name].items() if k != "samples_ms"}, flush=True)
     write_record("time_split", figures)
+    for name in wish.shapes:
+        if (cost := figures[name]["cost_of_wall_time"]) > SHARE:
+            sys.exit(f"error: the time split costs {cost:.2%} of {name}, more than {SHARE:.0%}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from benchmarks.record import write_record
 SEPARATOR = "\n\x1e\n"  # between documents
 TRAINED_MB = 50
 PEER_MB = 60
+LEAST_MB_PER_S, MOST_BYTES = 10.0, 2 << 30
 POLL_S = 0.05
 
 
@@ -142,6 +143,8 @@ def main() -> None:
         f"training_of_the_bpe_on_{TRAINED_MB}_megabytes": trained,
     }
     write_record("tokenise", figures)
+    if rate < LEAST_MB_PER_S or figures["peak_bytes"] > MOST_BYTES:
+        sys.exit(f"error: {rate} MB/s with {figures['peak_bytes'] / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

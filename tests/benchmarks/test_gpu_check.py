@@ -76,6 +76,8 @@ def test_the_part_of_the_bench_runs_on_a_cpu_with_a_tiny_model(tmp_path):
 def test_the_part_of_the_plan_runs_on_a_cpu_with_a_tiny_model(tmp_path):
     record = tiny_record("plan", tmp_path / "record.json")
     assert record["layout"] == "dp2"
+    assert record["machine"]["physical_cores"] > 0
+    assert set(record["versions"]) == {"python", "torch", "shoal"}
     assert record["pace"]["step_s"] > 0
 
 

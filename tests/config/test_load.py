@@ -116,7 +116,15 @@ def test_batches_that_do_not_divide_name_the_nearest_that_do(train, world_size, 
         ({"optimizer": {"lr": 1e-5}, "schedule": {"min_lr": 1e-4}}, "min_lr = 0.0001 is above the peak"),
         (
             {"train": {"steps": 5}, "schedule": {"warmup_steps": 6}},
-            "warmup_steps = 6 is longer than the schedule",
+            "warmup_steps = 6 is a warm-up of 6 steps, longer than the schedule, which ends at step 5",
+        ),
+        (
+            {"train": {"steps": 5}, "schedule": {"warmup_steps": 6, "decay_steps": 9}},
+            "warmup_steps = 6 is a warm-up of 6 steps, longer than the run of 5 steps",
+        ),
+        (
+            {"train": {"steps": 100}, "schedule": {"warmup_fraction": 0.5, "decay_steps": 400}},
+            "warmup_fraction = 0.5 is a warm-up of 200 steps, longer than the run of 100 steps",
         ),
         ({"data": {"datasets": ("a",), "weights": (1.0, 2.0)}}, r"data.weights has 2 values for 1 dataset"),
     ],

@@ -39,6 +39,13 @@ def test_nvidia_driver_without_a_cuda_torch_is_a_warning():
     assert "2 CUDA: H200" in machine.check_devices(["H200", "H200"], has_nvidia=True).fact
 
 
+def test_the_format_of_products_is_told_and_which_would_be_slow():
+    slow = "fp16 in software: some 50 times slower"
+    assert machine.check_bf16(native=False, on_gpu=False).fact == f"native: no, auto takes fp32; {slow}"
+    assert machine.check_bf16(native=True, on_gpu=False).fact == f"native: yes, auto takes bf16; {slow}"
+    assert machine.check_bf16(native=True, on_gpu=True).fact == "native: yes, auto takes bf16"
+
+
 def test_more_threads_than_cores_is_a_warning_that_names_the_cause(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     finding = machine.check_cores(physical=2, allowed=4, load=0)

@@ -38,5 +38,6 @@ def test_another_depth_or_padding_leaves_a_tensor_as_it_was():
     padded = build(**odd, pad_vocab_multiple=128)
     assert padded.embed.weight.shape[0] == 384
     assert torch.equal(model.embed.weight, padded.embed.weight[:301])
+    assert not padded.embed.weight[301:].any()
     deeper = build(**odd, n_layers=6)
     assert torch.equal(model.blocks["3"].attention.q.weight, deeper.blocks["3"].attention.q.weight)

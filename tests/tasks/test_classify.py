@@ -116,34 +116,64 @@ def test_fcn_r_learns_digits(pool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("network", "sections", "message"),
+    ("network", "sections", "message", "hint"),
     [
         (
             "fcn-r",
             {"parallel": {"tp": 2}},
-            "model.network = fcn-r under tp2: tp, pp and zero know how to cut",
+            "model.network = fcn-r under tp2: tp, pp and zero know how to cut decoders only",
+            "use replicas of the whole network, dp2",
         ),
-        ("lstm", {"parallel": {"zero": 2}}, "model.network = lstm under zero2x2"),
+        (
+            "lstm",
+            {"parallel": {"zero": 2}},
+            "model.network = lstm under zero2x2: tp, pp and zero know how to cut decoders only",
+            "use replicas of the whole network, dp2",
+        ),
         (
             "lstm",
             {"model": {"network": "lstm", "n_layers": 3}},
-            "model.n_layers = 3 with model.network = lstm",
+            "model.n_layers = 3 with model.network = lstm, which does not read it",
+            "leave it out (model.n_layers = 12)",
         ),
         (
             "lstm",
             {"model": {"network": "lstm", "vocab_size": 99}},
             "model.vocab_size = 99 is not the data's 257",
+            "leave it at 0 to take the data's",
         ),
-        ("fcn-r", {"train": {"seq_len": 32}}, "train.seq_len = 32 with model.network = fcn-r"),
-        ("lstm", {"train": {"recompute": "full"}}, "train.recompute = full with model.network = lstm"),
-        ("lstm", {"train": {"compile": "on"}}, "only a decoder's blocks are compiled"),
-        ("lstm", {"optimizer": {"name": "muon"}}, "optimizer.name = muon with model.network = lstm"),
+        (
+            "fcn-r",
+            {"train": {"seq_len": 32}},
+            "train.seq_len = 32 with model.network = fcn-r, which does not read it",
+            "leave it out (train.seq_len = 256)",
+        ),
+        (
+            "lstm",
+            {"train": {"recompute": "full"}},
+            "train.recompute = full with model.network = lstm, which does not read it",
+            "leave it out (train.recompute = none)",
+        ),
+        (
+            "lstm",
+            {"train": {"compile": "on"}},
+            "train.compile = on with model.network = lstm: only a decoder's blocks are compiled",
+            "use train.compile = off (or auto)",
+        ),
+        (
+            "lstm",
+            {"optimizer": {"name": "muon"}},
+            "optimizer.name = muon with model.network = lstm: it updates a decoder's blocks",
+            "use optimizer.name = adamw or sgd",
+        ),
     ],
 )
-def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sections, message):
+def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sections, message, hint):
     config = validate(values_of(network, data, **sections), "test")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         Request(config, tmp_path).check(2)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
 
 
 def test_any_network_can_be_trained_apart(data, tmp_path):

@@ -34,20 +34,38 @@ def graphs_compiled():
     return counters["stats"]["unique_graphs"]
 
 
+def kernels_found_and_made():
+    """Return how many graphs' kernels were in the folder and how many not (private; torch 2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    return np.array([counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss")])
+
+
 def trained_and_graphs(run_dir, values, halted):
-    """Train whole, then in two parts, in one process; return the results and how many graphs that took."""
+    """Train whole, in two parts, and two steps more, as a new process would, with nothing compiled in memory.
+
+    Returns the first two results, how many graphs they took, and what the last one's kernels cost.
+    """
     before = graphs_compiled()
     whole = run_training(run_dir / "whole", values)
     run_training(run_dir / "parts", halted)
-    return whole, run_training(run_dir / "parts", values), graphs_compiled() - before
+    resumed = run_training(run_dir / "parts", values)
+    graphs = graphs_compiled() - before
+    torch._dynamo.reset()
+    kernels = kernels_found_and_made()
+    run_training(run_dir / "whole", values | {"train": {**values["train"], "steps": 6}})
+    return whole, resumed, graphs, kernels_found_and_made() - kernels
 
 
 def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp_path):
     model, length = {"dropout": 0.0}, {"steps": 4}
     values = tiny_config(data, model=model, train=length | {"compile": "on"}, eval={"every": 2})
     halted = values | {"runtime": {**values["runtime"], "stop_after": 2}}
-    whole, resumed, graphs = pool.run(trained_and_graphs, 1, tmp_path, values, halted, timeout=300)[0]
+    whole, resumed, graphs, kernels = pool.run(trained_and_graphs, 1, tmp_path, values, halted, timeout=300)[
+        0
+    ]
     assert graphs == 3  # a layer and two of the loss: 2 layers, 4 micro-steps, 3 starts, evaluation between
+    assert list(kernels) == [3, 0]  # all from the run's folder
     assert whole["losses"] == resumed["losses"]
     assert whole["norms"] == resumed["norms"]
     eager = pool.run(run_training, 1, tmp_path / "eager", tiny_config(data, model=model, train=length))[0]

@@ -1,4 +1,4 @@
-"""Every layout gives the losses, norms and weights of one process."""
+"""Every layout gives the losses and norms of one process, and all of its weights."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,20 @@ def test_a_layout_trains_as_one_process_does(pool, data, references, tmp_path, w
     check(ranks, references(model))
 
 
+def test_parts_of_unequal_depth_train_as_one_process_does(pool, data, tmp_path):
+    alone, cut = (values_of(data, parse_layout(words), "gpt2") for words in ("1", "pp2"))
+    for values in (alone, cut):
+        values["model"]["n_layers"] = 5
+    cut["parallel"]["split"] = (3, 2)
+    reference = pool.run(run_training, 1, tmp_path / "one", alone)[0]
+    ranks = pool.run(run_training, 2, tmp_path / "two", cut)
+    check(ranks, reference)
+    own = [sum(name.endswith("attention.q.weight") for name in rank["weights"]) for rank in ranks]
+    assert own == [3, 2]
+
+
 def check(ranks, reference):
+    """Judge losses, norms, validation and, of the weights, that all are there and finite."""
     got = ranks[0]
     assert got["steps"] == [1, 2, 3, 4, 5]
     np.testing.assert_allclose(got["losses"], reference["losses"], rtol=2e-6)

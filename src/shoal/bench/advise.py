@@ -27,6 +27,7 @@ from shoal.bench.pace import (
     shapes_of,
 )
 from shoal.bench.ranks import on_ranks
+from shoal.bench.record import describe
 from shoal.comm.cost import Link
 from shoal.config import rules
 from shoal.config.layout import Layout, parse_layout, resolve_layout, settings_of
@@ -345,6 +346,7 @@ def _step(step_s: float) -> str:
 def _report(basis: Basis, rows: list[Row], layout: Layout) -> dict[str, Any]:
     """Return everything as JSON; a bandwidth of null means that a strategy always pays."""
     return {
+        **describe("advise"),
         "layout": str(layout),
         **asdict(basis),
         "rows": [

@@ -89,12 +89,12 @@ def write_files(hidden: Path, files: dict[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
-def commit(hidden: Path, manifest: Manifest) -> Path:
-    """Write the manifest, then give the folder its visible name; return that path.
+def commit(hidden: Path, manifest: Manifest, target: Path | None = None) -> Path:
+    """Write the manifest, then give the folder its visible name, its step's or `target`; return that path.
 
     All files in it must be on disk already.
     """
-    target = hidden.parent / step_name(manifest.step)
+    target = target or hidden.parent / step_name(manifest.step)
     write_files(hidden, {MANIFEST: manifest.to_json().encode()})
     for folder in (*(path for path in hidden.iterdir() if path.is_dir()), hidden):
         fsync_dir(folder)

@@ -64,11 +64,16 @@ def _check_lengths(config: Config) -> None:
             f"optimizer.lr = {config.optimizer.lr:g}",
             hint="lower schedule.min_lr",
         )
-    decay = config.schedule.decay_steps or config.train.steps
-    if (config.schedule.warmup_steps or 0) > decay:
+    schedule, steps = config.schedule, config.train.steps
+    decay = schedule.decay_steps or steps
+    given = schedule.warmup_steps
+    name = "warmup_fraction" if given is None else "warmup_steps"
+    value = schedule.warmup_fraction if given is None else given
+    warmup = value * decay if given is None else value
+    if warmup > min(decay, steps):
+        ends = f"the schedule, which ends at step {decay}" if decay <= steps else f"the run of {steps} steps"
         raise ConfigError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} is longer than the schedule, which ends "
-            f"at step {decay}",
+            f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
             hint="use fewer warm-up steps or more train.steps",
         )
 

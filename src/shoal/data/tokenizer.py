@@ -233,8 +233,28 @@ def _said(what: str) -> Iterator[None]:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a `tokenizer.json` or SentencePiece `.model`, or the one in folder `path`."""
-    path = _tokenizer_file(Path(path))
-    return parse_tokenizer(read_tokenizer_file(path), str(path))
+    return parse_tokenizer(read_tokenizer(Path(path)), str(path))
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Read a tokenizer's file, or a folder's: `tokenizer.json`, `tokenizer.model`, or GPT-2's two files."""
+    if not path.is_dir():
+        return read_tokenizer_file(path)
+    for name in (JSON_NAME, MODEL_NAME):
+        if (path / name).is_file():
+            return read_tokenizer_file(path / name)
+    if not ((path / "vocab.json").is_file() and (path / "merges.txt").is_file()):
+        raise DataError(
+            f"folder {path} holds no tokenizer",
+            hint=f"it needs {JSON_NAME}, {MODEL_NAME}, or vocab.json and merges.txt",
+        )
+    try:
+        vocab = json.loads(read_tokenizer_file(path / "vocab.json"))
+        lines = read_tokenizer_file(path / "merges.txt").decode().splitlines()
+        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+        return byte_level_json(vocab, [(left, right) for left, right in pairs], EOD_NAMES[0]).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"vocab.json and merges.txt in {path} do not fit together: {error}") from error
 
 
 def read_tokenizer_file(path: Path) -> bytes:
@@ -272,16 +292,6 @@ def byte_level_json(vocab: dict[str, int], merges: list[tuple[str, str]], eod: s
     built.decoder = decoders.ByteLevel()
     built.add_special_tokens([AddedToken(eod, special=True, normalized=False)])
     return str(built.to_str(pretty=False))
-
-
-def _tokenizer_file(path: Path) -> Path:
-    """Find the tokenizer file in a folder; a file stays as it is."""
-    if not path.is_dir():
-        return path
-    for name in (JSON_NAME, MODEL_NAME):
-        if (path / name).is_file():
-            return path / name
-    raise DataError(f"folder {path} holds no tokenizer", hint=f"it needs {JSON_NAME} or {MODEL_NAME}")
 
 
 def _parse_json(content: str, where: str) -> dict[str, Any]:

@@ -150,17 +150,16 @@ def check_disk(folder: Path, free: int | None = None, probe_bytes: int = PROBE_B
     return Finding("disk", "ok", fact)
 
 
-def check_bf16(native: bool | None = None) -> Finding:
-    """Which number format will precision.dtype = auto choose?"""
-    if native is None:
-        import torch
+def check_bf16(native: bool | None = None, on_gpu: bool | None = None) -> Finding:
+    """Which number format will precision.dtype = auto choose, and which is slow?"""
+    import torch
 
-        from shoal.runtime.device import bf16_is_native
+    from shoal.runtime.device import bf16_is_native
 
-        native = bf16_is_native(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return Finding(
-        "bf16", "ok", f"native: {'yes, auto' if native else 'no, auto'} takes {'bf16' if native else 'fp32'}"
-    )
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    native = bf16_is_native(torch.device("cuda" if on_gpu else "cpu")) if native is None else native
+    fact = f"native: {'yes, auto takes bf16' if native else 'no, auto takes fp32'}"
+    return Finding("bf16", "ok", fact if on_gpu else f"{fact}; fp16 in software: some 50 times slower")
 
 
 def check_loopback() -> Finding:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.checkpoint.manifest import read_state, read_text, resolve_checkpoint
+from shoal.checkpoint.foreign import Told, open_foreign
+from shoal.checkpoint.importing import named_weights
+from shoal.checkpoint.manifest import MANIFEST, read_state, read_text, resolve_checkpoint
 from shoal.checkpoint.tensors import load_weights
 from shoal.config.layout_rules import check_tensor_cut
 from shoal.config.load import config_from_toml
@@ -18,6 +20,7 @@ from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import CheckpointError, InputError
 from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
+from shoal.infer.score import Score, Span, score
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
 from shoal.parallel.tensor import cut_for_inference
@@ -31,28 +34,68 @@ class TextModel:
     tokenizer: Tokenizer
     eod_id: int
     checkpoint: Path
-    lead: Callable[[Sequence[Row], Sampling], None] | None = (
-        None  # tells other processes what to compute, too
-    )
+    replica: int = 0
+    replicas: int = 1  # that share out what is scored
+    lead: Callable[..., None] | None = None  # tells other processes what to compute, too: method, arguments
 
     def generate(self, rows: Sequence[Row], sampling: Sampling) -> Iterator[tuple[int, int]]:
         """Yield (row number, token id), a token for each unfinished row in turn; see infer.generate."""
         if self.lead is not None:
-            self.lead(rows, sampling)
+            self.lead("generate", rows, sampling)
         return generate(self.model, rows, sampling, self.eod_id)
 
-    def led_by(self, lead: Callable[[Sequence[Row], Sampling], None]) -> TextModel:
-        """Return this model with what is to be called before each generation."""
+    def score(self, spans: Sequence[Span], batch_size: int) -> list[Score]:
+        """Score spans in batches, which the replicas share out. Collective over them; see infer.score.
+
+        Which spans are computed together does not depend on the replicas, and so neither do the scores.
+        """
+        if self.lead is not None:
+            self.lead("score", spans, batch_size)
+        batches = [spans[n : n + batch_size] for n in range(0, len(spans), batch_size)]
+        own = [score(self.model, batch) for batch in batches[self.replica :: self.replicas]]
+        if self.replicas == 1:
+            return [one for part in own for one in part]
+        parts: list[tuple[int, list[list[Score]]]] = [(0, [])] * dist.get_world_size()
+        dist.all_gather_object(parts, (self.replica, own))
+        of_replica = dict(parts)
+        return [one for n in range(len(batches)) for one in of_replica[n % self.replicas][n // self.replicas]]
+
+    def led_by(self, lead: Callable[..., None]) -> TextModel:
+        """Return this model with what is to be called before other processes have to compute, too."""
         return replace(self, lead=lead)
 
 
 def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextModel:
-    """Load the newest good checkpoint of a run folder, or the checkpoint `path` itself.
+    """Load the newest good checkpoint of a run folder, a checkpoint, or a Hugging Face folder.
 
-    Its files are verified before anything in them is used. With `tp` above 1 each of the processes in the
-    default group, as many, gets its part, and their logits are whole. Collective over them.
+    Its files are verified before anything in them is used. Where there is a default group, its processes are
+    replicas, each of `tp` processes that have a part of the model and whole logits. Collective over it.
     """
+    replica, replicas = 0, 1
+    mesh = None
+    if dist.is_initialized():
+        sizes = (dist.get_world_size() // tp, tp)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "tp"))
+        replica, replicas = mesh.get_local_rank("replica"), sizes[0]
+    if is_foreign(path):
+        model, tokenizer, eod_id = load_foreign(path, device, tp)
+        return TextModel(model, tokenizer, eod_id, path, replica, replicas)
     checkpoint = resolve_checkpoint(path)
+    model, eod_id = load_decoder(checkpoint, device, mesh["tp"] if mesh is not None and tp > 1 else None)
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer.vocab_size > model.shape.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer in {checkpoint} has {tokenizer.vocab_size} ids, its model "
+            f"{model.shape.vocab_size}",
+            hint="put back the tokenizer of the training data",
+        )
+    return TextModel(model, tokenizer, eod_id, checkpoint, replica, replicas)
+
+
+def load_decoder(
+    checkpoint: Path, device: torch.device, mesh: DeviceMesh | None = None
+) -> tuple[Decoder, int]:
+    """Load a checkpoint's model, or this rank's part along `mesh`; return it and the id that ends texts."""
     state = read_state(checkpoint)
     config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
     if config.model.network != "decoder":
@@ -60,22 +103,41 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
             f"{checkpoint} holds the network {config.model.network}: only decoders write text",
             hint="give a run of a GPT, such as `shoal train tiny` makes",
         )
-    tokenizer = load_tokenizer(checkpoint)
     try:
         vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
     shape = resolve_shape(config.model, vocab_size)
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer in {checkpoint} has {tokenizer.vocab_size} ids, its model {shape.vocab_size}",
-            hint="put back the tokenizer of the training data",
-        )
-    check_tensor_cut(shape, tp)
+    check_tensor_cut(shape, mesh.size() if mesh is not None else 1)
     with torch.device("meta"):
         model = Decoder(shape)
-    if tp > 1:
-        cut_for_inference(model, init_device_mesh(device.type, (tp,)))
+    if mesh is not None:
+        cut_for_inference(model, mesh)
     model.to_empty(device=device)
-    load_weights(checkpoint, model, dist.group.WORLD if tp > 1 else None)
-    return TextModel(model.eval(), tokenizer, eod_id, checkpoint)
+    load_weights(checkpoint, model, dist.group.WORLD if mesh is not None else None)
+    return model.eval(), eod_id
+
+
+def is_foreign(path: Path) -> bool:
+    """Say whether a folder is Hugging Face's."""
+    return (path / "config.json").is_file() and not (path / MANIFEST).exists()
+
+
+def load_foreign(path: Path, device: torch.device, tp: int) -> tuple[Decoder, Tokenizer, int]:
+    """Load a Hugging Face folder as it is; it cannot be cut before it is imported."""
+    if tp > 1:
+        raise InputError(
+            f"{path} is a Hugging Face folder, which is not cut while it is read",
+            hint=f"make a checkpoint of it first: shoal import {path} NEW",
+        )
+    foreign = open_foreign(path, Told())
+    tokenizer = load_tokenizer(path)
+    with torch.device("meta"):
+        model = Decoder(foreign.shape)
+    model.to_empty(device=device)
+    weights = model.named_weights()
+    with torch.no_grad():
+        for name, tensor in named_weights(foreign, foreign.entries()):
+            weights[name].copy_(tensor)
+    eod_id = tokenizer.eod_id if foreign.eod_id is None else foreign.eod_id
+    return model.eval(), tokenizer, eod_id

@@ -30,6 +30,10 @@ class Classic(nn.Module, ABC):
         rows, columns = self.get_parameter(name).shape
         return 0.02 if name.startswith("embed") else math.sqrt(2 / (rows + columns))
 
+    def rows_in_use(self, name: str) -> int | None:
+        """Return None: nothing is padded."""
+        return None
+
     @abstractmethod
     def smallest_call(self, device: torch.device) -> dict[str, Tensor]:
         """Return arguments of the smallest forward pass."""

@@ -22,6 +22,8 @@ class Network(Protocol):
 
     def initial_std(self, name: str) -> float: ...
 
+    def rows_in_use(self, name: str) -> int | None: ...
+
 
 def build_decoder(shape: ModelShape, seed: int, device: torch.device | str) -> Decoder:
     """Make a decoder on `device` with the initial weights of `seed`, without allocating it twice."""
@@ -41,7 +43,7 @@ def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
 def initialise(
     model: Network, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole
 ) -> None:
-    """Set all weights: matrices N(0, the model's deviation for each), biases 0, norms 1.
+    """Set all weights: matrices N(0, the model's deviation for each), biases 0, norms 1, padded rows 0.
 
     A value depends on seed, parameter name and its place only: not on the device, the other parameters or the
     number of rows, so a padded vocabulary has the same true rows. `own_part` returns what of a parameter is
@@ -53,6 +55,8 @@ def initialise(
             part.fill_(0.0 if "bias" in name else 1.0)
         else:
             _fill_normal(part, row, column, parameter.shape[1], model.initial_std(name), f"{seed}/{name}")
+            if (rows := model.rows_in_use(name)) is not None:
+                part[max(0, rows - row) :] = 0.0
 
 
 def _fill_normal(part: Tensor, row: int, column: int, columns: int, std: float, name: str) -> None:

@@ -28,6 +28,7 @@ from shoal.parallel.norm import GradientNorm
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.shard import Sharding
 from shoal.parallel.tensor import Axis, TensorParallel, own_part
+from shoal.runtime.log import log
 from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
@@ -177,13 +178,17 @@ def apply(
     """
     layout, device = mesh.layout, process.device.torch_device
     reduce_dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
-    offload = config.parallel.offload and device.type != "cpu"  # a CPU's memory is the host's
+    offload = config.parallel.offload and device.type != "cpu"
+    if config.parallel.offload and not offload:
+        log.info("parallel.offload = true changes nothing on a CPU, whose memory is the host's")
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
     layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
     with torch.device("meta"):
         parts = task.parts([layers[number] for number in numbers])
     tensor = TensorParallel(axis, sequence=layout.sequence) if axis else None
-    sharding = Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=offload) if layout.zero else None
+    sharding = None
+    if layout.zero:
+        sharding = Sharding(mesh["dp_shard"], layout.zero, reduce_dtype, offload=offload, phase=phase)
     for part in parts:
         if isinstance(part, Decoder):
             if tensor is not None:

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -30,13 +32,22 @@ from shoal.models.decoder import Decoder
 class Sharding:
     """Shards decoders, or parts of one, and says in each micro-step what is to be exchanged."""
 
-    def __init__(self, mesh: DeviceMesh, zero: int, reduce_dtype: torch.dtype, *, offload: bool) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        zero: int,
+        reduce_dtype: torch.dtype,
+        *,
+        offload: bool,
+        phase: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
         self._mesh = mesh
         self._zero = zero
         self._reduce_dtype = reduce_dtype
         self._offload = CPUOffloadPolicy() if offload else OffloadPolicy()
         self._on_cpu = mesh.device_type == "cpu"
-        self._scatter = LateReduceScatter()
+        self._phase = phase
+        self._scatter = LateReduceScatter(phase)
         self._begun: set[Decoder] = set()  # parts that have had a backward pass in this step
 
     def shard(self, model: Decoder) -> None:
@@ -52,8 +63,9 @@ class Sharding:
             # The loss is divided once, by the global number of tokens; and gloo knows no scaled sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            if self._on_cpu:
-                unit.set_custom_reduce_scatter(cast(Any, self._scatter))  # its base class is private
+            if self._on_cpu:  # the base classes of these two are private
+                unit.set_custom_reduce_scatter(cast(Any, self._scatter))
+                unit.set_custom_all_gather(cast(Any, TimedAllGather(self._phase)))
 
     def gather_ahead(self, model: Decoder) -> None:
         """Ask for all weights that stay until the last backward pass; no block will wait for its own.
@@ -71,7 +83,8 @@ class Sharding:
 
     def micro_step(self, model: Decoder, *, last: bool) -> None:
         """Prepare the backward pass of one micro-step."""
-        self._scatter.wait()
+        with self._phase("communication"):
+            self._scatter.wait()
         sharded = cast(FSDPModule, model)
         # Sums are added to what a step has so far, at once, or become the gradient and can come later.
         first_sums = self._zero == 1 or model not in self._begun
@@ -88,7 +101,42 @@ class Sharding:
                 module.reshard()
 
 
-class LateReduceScatter:
+class _Allocating:
+    """What FSDP2 asks of a collective of one's own, beside calling it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TimedAllGather(_Allocating):
+    """FSDP2's all-gather on a CPU; the time that a rank waits for it is the phase "shard"."""
+
+    def __init__(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._phase = phase
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
+        with self._phase("shard"):
+            work = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _TimedWork(work, self._phase) if work is not None else None
+
+
+class _TimedWork(dist.Work):
+    """A collective under way; waiting for it is timed."""
+
+    def __init__(self, work: dist.Work, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._work = work
+        self._phase = phase
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with self._phase("shard"):
+            return bool(self._work.wait(timeout))
+
+
+class LateReduceScatter(_Allocating):
     """FSDP2's reduce-scatter on a CPU, which the backward pass need not wait for.
 
     torch waits for each block's, so that ranks that are not in step wait for each other at every block.
@@ -96,12 +144,10 @@ class LateReduceScatter:
 
     _MAX_IN_FLIGHT = 2  # each keeps the whole gradients of a block
 
-    def __init__(self) -> None:
+    def __init__(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.late = False
+        self._phase = phase
         self._in_flight: list[tuple[dist.Work, Tensor]] = []
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -114,7 +160,8 @@ class LateReduceScatter:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # until 2.12
         work = scatter(output_tensor, input_tensor, group=group, op=op, async_op=True)
         self._in_flight.append((work, input_tensor))
-        self.wait(self._MAX_IN_FLIGHT if self.late else 0)
+        with self._phase("shard"):
+            self.wait(self._MAX_IN_FLIGHT if self.late else 0)
 
     def wait(self, left: int = 0) -> None:
         """Wait until so many at most are under way."""

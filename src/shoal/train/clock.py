@@ -13,8 +13,10 @@ from torch.profiler import record_function
 from shoal.runtime.device import Device
 from shoal.runtime.ring import mark
 
-# "tp" is the time of tensor parallel exchanges, all of it within forward and backward.
-PHASES = ("data", "forward", "backward", "tp", "bubble", "communication", "optimiser")
+# "tp" and "shard" are the time that a rank waits for exchanges of tensor parallelism and of ZeRO within
+# forward and backward. On a GPU, where ZeRO has a stream of its own, "shard" is 0. "bubble" is waiting for
+# other parts of a pipeline; "communication" the rest: between replicas, and what a step's end waits for.
+PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication", "optimiser")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
 _FORMATS = {"perplexity": ".2f"}  # on the console
-_SHORT = ("data", "fwd", "bwd", "tp", "bubble", "comm", "opt")  # PHASES on the console
+_SHORT = ("data", "fwd", "bwd", "tp", "shard", "bubble", "comm", "opt")  # PHASES on the console
 
 
 class Metrics:
@@ -104,7 +104,8 @@ class Metrics:
         Collective over the world.
         """
         use = memory_use(self._process.device)
-        busy_ms = line["forward_ms"] + line["backward_ms"] + line["optimiser_ms"] - line["tp_ms"]
+        waited_ms = line["tp_ms"] + line["shard_ms"]
+        busy_ms = line["forward_ms"] + line["backward_ms"] + line["optimiser_ms"] - waited_ms
         ranks = self._process.gather(use.allocated_bytes, use.peak_bytes, use.reserved_bytes, busy_ms)
         allocated, peak, reserved, busy = zip(*ranks, strict=True)
         found = {
@@ -146,7 +147,7 @@ class Metrics:
         split = " ".join(
             f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
             for name, short in zip(PHASES, _SHORT, strict=True)
-            if name not in ("tp", "bubble") or line[f"{name}_ms"]
+            if name not in ("tp", "shard", "bubble") or line[f"{name}_ms"]
         )
         fp16 = f" | loss scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
         if self._process.world_size > 1:

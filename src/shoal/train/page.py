@@ -26,8 +26,8 @@ def print_page(job: Job) -> None:
     ]
     if not has_fast_products(job.precision.dtype, job.process.device.torch_device):
         log.warning(
-            f"warning: {job.precision.name} matrix products are not in this CPU's hardware: "
-            "they run some 50 times slower than fp32"
+            f"warning: {job.precision.name} matrix products are not in this CPU's hardware: large ones run "
+            "some 50 times slower than with precision.dtype = fp32"
         )
     log.info("  settings that differ from their defaults: " + ("; ".join(changed) or "none"))
 
@@ -71,11 +71,13 @@ def _batch(job: Job) -> list[tuple[str, str]]:
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
     config = job.config
+    kind, end = config.schedule.kind, f"{config.schedule.min_lr:g} at step {horizon(config)}"
+    after = f"down to {end}" if kind in ("cosine", "linear", "wsd") else "then as its rule has it"
     return [
         (
             "schedule",
-            f"{config.schedule.kind}: {warmup_steps(config)} warm-up steps to lr {config.optimizer.lr:g}, "
-            f"down to {config.schedule.min_lr:g} at step {horizon(config)}",
+            f"{kind}: {warmup_steps(config)} warm-up steps to lr {config.optimizer.lr:g}, "
+            f"{'then constant' if kind == 'constant' else after}",
         ),
         ("optimiser", config.optimizer.name),
         ("compile", f"{'yes' if job.compilation.on else 'no'} ({job.compilation.reason})"),

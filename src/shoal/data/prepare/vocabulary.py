@@ -20,7 +20,7 @@ from shoal.data.tokenizer import (
     byte_level_json,
     bytes_tokenizer_json,
     parse_tokenizer,
-    read_tokenizer_file,
+    read_tokenizer,
 )
 from shoal.errors import DataError, InputError
 
@@ -42,9 +42,7 @@ def fixed_tokenizer(choice: str) -> bytes:
             f"--tokenizer {choice} is neither a file nor one of {TRAINED}, {GPT2}, {BYTES}",
             hint="a FILE is a tokenizer.json, a SentencePiece .model, or a folder with one",
         )
-    if path.is_dir():
-        return _from_folder(path)
-    return read_tokenizer_file(path)
+    return read_tokenizer(path)
 
 
 def train_bpe(
@@ -140,22 +138,3 @@ def _downloaded_gpt2() -> str:
     vocab = {to_chars(token): rank for token, rank in ranks.items()} | {EOD_NAMES[0]: len(ranks)}
     merges = [(to_chars(left), to_chars(right)) for left, right in merges_of(ranks)]
     return byte_level_json(vocab, merges, EOD_NAMES[0])
-
-
-def _from_folder(folder: Path) -> bytes:
-    """Read the tokenizer that a folder holds, in the first of the forms we know."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            return read_tokenizer_file(folder / name)
-    if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
-        raise DataError(
-            f"folder {folder} holds no tokenizer",
-            hint="it needs tokenizer.json, tokenizer.model, or vocab.json and merges.txt",
-        )
-    try:
-        vocab = json.loads(read_tokenizer_file(folder / "vocab.json"))
-        lines = read_tokenizer_file(folder / "merges.txt").decode().splitlines()
-        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-        return byte_level_json(vocab, [(left, right) for left, right in pairs], EOD_NAMES[0]).encode()
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"vocab.json and merges.txt in {folder} do not fit together: {error}") from error

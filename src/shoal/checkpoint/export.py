@@ -1,0 +1,126 @@
+"""`shoal export`: a checkpoint of any layout becomes a folder that transformers loads without our code."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.checkpoint.hugging_face import card, config_json, tokenizer_config
+from shoal.checkpoint.manifest import WEIGHTS, read_state, read_text, resolve_checkpoint
+from shoal.checkpoint.tables import EMBEDDINGS, Entry, family_of, table
+from shoal.checkpoint.tensors import mismatches, read_folder, refuse_mismatches, saved_shapes
+from shoal.config.load import config_from_toml
+from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, load_tokenizer
+from shoal.errors import InputError
+from shoal.models.shape import ModelShape, resolve_shape
+from shoal.runtime.files import disk_error, fsync_dir
+
+SHARD_BYTES = 1 << 30
+
+
+def export(path: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the checkpoint at `path` as the new folder `target`; return the checkpoint.
+
+    Tensor by tensor: no more than one output file is in memory. The folder appears when it is complete.
+    """
+    if target.exists():
+        raise InputError(f"{target} exists already", hint="name a new folder")
+    checkpoint = resolve_checkpoint(path)
+    state = read_state(checkpoint)
+    config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
+    if config.model.network != "decoder":
+        raise InputError(f"{checkpoint} holds the network {config.model.network}: transformers has no such")
+    shape = resolve_shape(config.model, int(state["vocab_size"]))
+    hidden = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        hidden.mkdir(parents=True)
+        _write_weights(hidden, checkpoint, shape, shard_bytes)
+        _write_texts(hidden, checkpoint, shape, state)
+        for file in hidden.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        fsync_dir(hidden)
+        hidden.rename(target)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise disk_error(error, target) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return checkpoint
+
+
+def _write_weights(folder: Path, checkpoint: Path, shape: ModelShape, shard_bytes: int) -> None:
+    entries = table(family_of(shape), shape)
+    saved = saved_shapes(checkpoint, [WEIGHTS])
+    ours = [name for entry in entries for name in entry.ours]
+    wanted = {f"{WEIGHTS}.{name}": saved.get(f"{WEIGHTS}.{name}", torch.Size()) for name in ours}
+    refuse_mismatches(checkpoint, mismatches(saved, wanted))
+    shards = list(_shards(entries, {name: saved[f"{WEIGHTS}.{name}"] for name in ours}, shard_bytes))
+    names: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        )
+        tensors = {entry.theirs: _theirs(entry, checkpoint, saved, shape) for entry in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        names |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _shards(entries: list[Entry], shapes: dict[str, torch.Size], shard_bytes: int) -> Iterator[list[Entry]]:
+    """Group entries into files of at most `shard_bytes` of fp32, or of one tensor."""
+    shard: list[Entry] = []
+    filled = 0
+    for entry in entries:
+        size = 4 * sum(shapes[name].numel() for name in entry.ours)
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(entry)
+        filled += size
+    yield shard
+
+
+def _theirs(entry: Entry, checkpoint: Path, saved: dict[str, torch.Size], shape: ModelShape) -> Tensor:
+    """Read what an entry holds, stacked, turned and without padding, as their files have it."""
+    tensors = {name: torch.empty(saved[f"{WEIGHTS}.{name}"]) for name in entry.ours}
+    read_folder(checkpoint / WEIGHTS, tensors, None)
+    used = [tensors[n][: shape.vocab_size] if n in EMBEDDINGS else tensors[n] for n in entry.ours]
+    whole = torch.cat(used) if len(used) > 1 else used[0]
+    return whole.T.contiguous() if entry.transposed else whole.contiguous()
+
+
+def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, state: dict[str, Any]) -> None:
+    eod_id = int(state["eod_id"])
+    files: dict[str, Any] = {
+        "config.json": config_json(shape, eod_id),
+        "generation_config.json": {"bos_token_id": eod_id, "eos_token_id": eod_id},
+    }
+    held = [name for name in (JSON_NAME, MODEL_NAME) if (checkpoint / name).is_file()]
+    for name in held:
+        shutil.copyfile(checkpoint / name, folder / name)
+    if JSON_NAME in held:
+        files["tokenizer_config.json"] = tokenizer_config(shape, _eod_word(checkpoint, eod_id))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    (folder / "README.md").write_text(card(shape, state, has_tokenizer=bool(held)))
+
+
+def _eod_word(checkpoint: Path, eod_id: int) -> str:
+    load_tokenizer(checkpoint)  # refuses what is no tokenizer
+    spec = json.loads((checkpoint / JSON_NAME).read_text(encoding="utf-8"))
+    words = {token["id"]: token["content"] for token in spec.get("added_tokens", [])}
+    words |= {number: word for word, number in spec["model"].get("vocab", {}).items() if number == eod_id}
+    return str(words[eod_id])

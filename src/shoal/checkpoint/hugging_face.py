@@ -1,0 +1,168 @@
+"""What transformers keeps beside the weights: config.json and its like, written and read. No torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shoal.config.sections import Model
+from shoal.errors import InputError
+from shoal.models.shape import ModelShape
+
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def config_json(shape: ModelShape, eod_id: int) -> dict[str, Any]:
+    """Return config.json of a GPT2LMHeadModel or LlamaForCausalLM that computes what our decoder does."""
+    both = {
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": eod_id,
+        "eos_token_id": eod_id,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+    if shape.style == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_layer": shape.n_layers,
+            "n_embd": shape.d_model,
+            "n_head": shape.n_heads,
+            "n_inner": shape.d_ff,
+            "n_positions": shape.max_seq_len,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": shape.norm_eps,
+            "attn_pdrop": shape.attention_dropout,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            **both,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": shape.n_layers,
+        "hidden_size": shape.d_model,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.d_ff,
+        "max_position_embeddings": shape.max_seq_len,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_theta": shape.rope_theta,  # where transformers before version 5 looks
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": shape.attention_dropout,
+        **both,
+    }
+
+
+def tokenizer_config(shape: ModelShape, eod: str) -> dict[str, Any]:
+    """Return tokenizer_config.json beside a tokenizer.json whose document end is `eod`."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eod,
+        "bos_token": eod,
+        "model_max_length": shape.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+    }
+
+
+def model_of(config: dict[str, Any], where: str) -> Model:
+    """Return the model section for a config.json; an InputError names what our decoder does not compute."""
+    kinds = {"gpt2": _gpt2_of, "llama": _llama_of}
+    kind = config.get("model_type")
+    if kind not in kinds:
+        raise InputError(f"{where} is of the kind {kind!r}", hint=f"what can be imported: {', '.join(kinds)}")
+    try:
+        return kinds[kind](config, where)
+    except KeyError as error:
+        raise InputError(f"{where} has no entry {error}") from error
+    except ValueError as error:  # pydantic's, too
+        raise InputError(f"{where} has an impossible value: {error}") from error
+
+
+def _gpt2_of(config: dict[str, Any], where: str) -> Model:
+    _refuse(config, where, "scale_attn_weights", (True, None))
+    _refuse(config, where, "scale_attn_by_inverse_layer_idx", (False, None))
+    _refuse(config, where, "activation_function", (*_GELU_TANH, None))
+    return Model(
+        style="gpt2",
+        n_layers=config["n_layer"],
+        d_model=config["n_embd"],
+        n_heads=config["n_head"],
+        d_ff=config.get("n_inner") or 0,
+        max_seq_len=config["n_positions"],
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tie_embeddings=config.get("tie_word_embeddings", True),
+        dropout=config.get("resid_pdrop", 0.1),
+        attention_dropout=config.get("attn_pdrop", 0.1),
+    )
+
+
+def _llama_of(config: dict[str, Any], where: str) -> Model:
+    _refuse(config, where, "hidden_act", ("silu", None))
+    _refuse(config, where, "attention_bias", (False, None))
+    _refuse(config, where, "mlp_bias", (False, None))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    _refuse(rope, f"rope_parameters of {where}", "rope_type", ("default", None))
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    _refuse(config, where, "head_dim", (width // heads, None))
+    return Model(
+        style="llama",
+        n_layers=config["num_hidden_layers"],
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=config.get("num_key_value_heads") or heads,
+        d_ff=config["intermediate_size"],
+        max_seq_len=config["max_position_embeddings"],
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        attention_dropout=config.get("attention_dropout", 0.0),
+    )
+
+
+def _refuse(config: dict[str, Any], where: str, name: str, allowed: tuple[Any, ...]) -> None:
+    value = config.get(name)
+    if value not in allowed:
+        shown = ", ".join(json.dumps(choice) for choice in allowed if choice is not None)
+        raise InputError(f"{where} has {name} = {json.dumps(value)}; our decoder computes {shown} only")
+
+
+def card(shape: ModelShape, state: dict[str, Any], *, has_tokenizer: bool) -> str:
+    """Return README.md: what the model is, what it was trained on, how to load it."""
+    trained = f"{state.get('step', 0):,} steps, {state.get('tokens', 0):,} tokens"
+    datasets = [entry.get("name") or entry.get("fingerprint", "?") for entry in state.get("datasets", [])]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [shoal]",
+        "---",
+        "",
+        f"# A {shape.style} decoder of {shape.n_layers} layers, {shape.d_model} wide",
+        "",
+        f"Trained with Shoal: {trained}" + (f", on {', '.join(map(str, datasets))}." if datasets else "."),
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| layers, width, heads | {shape.n_layers}, {shape.d_model}, {shape.n_heads} |",
+        f"| positions | {shape.max_seq_len} |",
+        f"| vocabulary | {shape.vocab_size} |",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")' if has_tokenizer else "# no tokenizer",
+        "```",
+        "",
+    ]
+    if state.get("lineage"):
+        lines += ["## Lineage", "", "```json", json.dumps(state["lineage"], indent=1), "```", ""]
+    return "\n".join(lines)

@@ -1,0 +1,380 @@
+"""Checkpoints of other programs come in and go out with the same function, bit for bit where that can be."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from shoal.checkpoint.export import export
+from shoal.checkpoint.foreign import Told, read_pickle
+from shoal.checkpoint.importing import Wanted, run
+from shoal.checkpoint.manifest import verify
+from shoal.config.layout import parse_layout
+from shoal.errors import CheckpointError, InputError
+from shoal.infer.load import load_decoder
+from tests.tiny_dataset import random_dataset, write_dataset
+from tests.train.ranks import make_job, run_training, tiny_config
+from tests.train.test_parity import values_of
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+MODELS = {
+    "gpt2": {"n_layer": 2, "n_embd": 48, "n_head": 4, "n_positions": 32, "vocab_size": 301},
+    "gpt2-untied-wide": {
+        "n_layer": 3,
+        "n_embd": 32,
+        "n_head": 2,
+        "n_positions": 24,
+        "vocab_size": 257,
+        "n_inner": 80,
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-6,
+    },
+    "llama-grouped": {
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 100,
+        "max_position_embeddings": 32,
+        "vocab_size": 509,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "llama-tied": {
+        "num_hidden_layers": 3,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 24,
+        "vocab_size": 128,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+
+def random_model(name, seed=0):
+    torch.manual_seed(seed)
+    kind = ("GPT2", "GPT2LMHeadModel") if name.startswith("gpt2") else ("Llama", "LlamaForCausalLM")
+    config = getattr(transformers, f"{kind[0]}Config")(**MODELS[name], bos_token_id=0, eos_token_id=0)
+    model = getattr(transformers, kind[1])(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms, too, and logits of order 1
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model, tokens):
+    got = model(tokens)
+    return got if isinstance(got, torch.Tensor) else got.logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_comes_in_and_goes_out_as_it_was(tmp_path, name):
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    assert verify(tmp_path / "ours") == []
+    decoder, eod_id = load_decoder(tmp_path / "ours", CPU)
+    assert eod_id == 0
+    vocab_size = decoder.shape.vocab_size
+    tokens = torch.randint(0, vocab_size, (3, 20), generator=torch.Generator().manual_seed(1))
+    expected = logits_of(theirs, tokens)
+    assert expected.abs().max() < 20
+    scale = max(1.0, expected.abs().max().item())
+    assert (logits_of(decoder, tokens)[..., :vocab_size] - expected).abs().max() < 5e-6 * scale
+
+    export(tmp_path / "ours", tmp_path / "back")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(again) is type(theirs)
+    assert torch.equal(logits_of(again, tokens), expected)
+
+
+def test_a_checkpoint_goes_out_and_comes_in_bit_for_bit_with_its_tokenizer(pool, tmp_path):
+    data = random_dataset(tmp_path / "data")
+    values = values_of(data, parse_layout("1"), "llama", checkpoint={"every": 5})
+    pool.run(run_training, 1, tmp_path / "run", values)
+    checkpoint = export(tmp_path / "run", tmp_path / "out")
+    run(tmp_path / "out", tmp_path / "in", Wanted())
+    (ours, eod_id), (back, eod_back) = (load_decoder(p, CPU) for p in (checkpoint, tmp_path / "in"))
+    assert eod_id == eod_back == 256
+    assert ours.shape == back.shape
+    for (name, weight), other in zip(ours.named_parameters(), back.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert (tmp_path / "in/tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("fish \u00e9")["input_ids"] == list("fish \u00e9".encode())
+    assert tokenizer.eos_token_id == 256
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_every_layout_of_one_checkpoint_exports_the_very_same_bytes(pool, tmp_path, model):
+    data = random_dataset(tmp_path / "data")
+    first = values_of(data, parse_layout("1"), model, checkpoint={"every": 5})
+    pool.run(run_training, 1, tmp_path / "one", first)
+    export(tmp_path / "one", tmp_path / "out-one")
+    for words in ("tp2", "pp2", "zero3x2"):
+        values = values_of(data, parse_layout(words), model, checkpoint={"every": 5})
+        # Resumed at its end, and one step more without a rate: the same weights, saved under another layout.
+        pool.run(resave, 2, tmp_path / words, values, tmp_path / "one")
+        export(tmp_path / words, tmp_path / f"out-{words}")
+        names = sorted(file.name for file in (tmp_path / "out-one").iterdir())
+        assert sorted(file.name for file in (tmp_path / f"out-{words}").iterdir()) == names
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            same = (tmp_path / "out-one" / name).read_bytes()
+            assert (tmp_path / f"out-{words}" / name).read_bytes() == same, (words, name)
+
+
+def resave(run_dir, values, source):
+    """Save what `source` holds under the layout of `values`."""
+    from shoal.train.saving import resume, save
+
+    job = make_job(run_dir, values, init=source)
+    resume(job)
+    save(job, 1)
+    job.checkpoints.wait()
+
+
+def test_an_export_is_cut_into_files_that_transformers_puts_together(tmp_path):
+    random_model("llama-grouped").save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    export(tmp_path / "ours", tmp_path / "out", shard_bytes=50_000)
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, weight in random_model("llama-grouped").state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    run(tmp_path / "out", tmp_path / "in", Wanted())
+    assert load_decoder(tmp_path / "in", CPU)[0].shape.n_kv_heads == 2
+
+
+def nanogpt_file(path, *, bias=True):
+    """Write what nanoGPT's train.py saves, of a model whose function transformers knows."""
+    theirs = random_model("gpt2")
+    held = {}
+    for name, tensor in theirs.state_dict().items():
+        linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        if name.endswith(".bias") and not bias:
+            tensor.zero_()
+            continue
+        held[f"_orig_mod.{name}"] = tensor.T.contiguous() if linear else tensor.clone()
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 48, "block_size": 32, "bias": bias, "vocab_size": 301}
+    names = [n.removeprefix("_orig_mod.") for n in held if not n.endswith("lm_head.weight")]
+    shapes = {n: held[f"_orig_mod.{n}"].shape for n in names}
+    order = [n for n in names if len(shapes[n]) == 2] + [n for n in names if len(shapes[n]) < 2]
+    state = {
+        number: {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.full(shapes[name], number + 1.0),
+            "exp_avg_sq": torch.full(shapes[name], number + 0.5),
+        }
+        for number, name in enumerate(order)
+    }
+    optimizer = {"state": state, "param_groups": [{"params": list(range(len(order))), "lr": 1e-3}]}
+    torch.save(
+        {"model": held, "model_args": args, "optimizer": optimizer, "iter_num": 7, "config": {"lr": 1.0}},
+        path,
+    )
+    return theirs, order
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_file_comes_in_with_its_moments(tmp_path, bias):
+    theirs, order = nanogpt_file(tmp_path / "ckpt.pt", bias=bias)
+    run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+    decoder, eod_id = load_decoder(tmp_path / "ours", CPU)
+    assert eod_id == 300
+    tokens = torch.randint(0, 301, (2, 20), generator=torch.Generator().manual_seed(1))
+    expected = logits_of(theirs, tokens)
+    assert (logits_of(decoder, tokens)[..., :301] - expected).abs().max() < 5e-6 * expected.abs().max()
+    moments = {}
+    for file in (tmp_path / "ours/optimizer").iterdir():
+        moments |= load_file(file)
+    assert moments["positions.weight.step"] == 7
+    number = order.index("transformer.h.1.attn.c_attn.weight")
+    assert (moments["blocks.1.attention.k.weight.exp_avg"] == number + 1).all()
+    assert moments["embed.weight.exp_avg_sq"].shape == (384, 48)
+    assert not moments["embed.weight.exp_avg_sq"][301:].any()
+
+
+needs_megatron = pytest.mark.skipif(
+    not (SHARED / "data/megatron").is_dir(), reason="../shared/data/megatron is not there"
+)
+
+
+@pytest.fixture(params=["v1100_tp1", "v1100_tp2"])
+def megatron(request):
+    return SHARED / "data/megatron" / request.param
+
+
+def import_megatron(folder, target):
+    run(folder / "checkpoint", target, Wanted(Told(n_heads=4, vocab_size=1100)))
+    return load_decoder(target, CPU)[0]
+
+
+@needs_megatron
+def test_megatrons_files_give_its_logits_losses_and_text(megatron, tmp_path):
+    decoder = import_megatron(megatron, tmp_path / "ours")
+    expected = np.load(megatron / "expected.npz")
+    tokens, labels = (torch.from_numpy(expected[key]).long() for key in ("input_ids", "labels"))
+    logits = logits_of(decoder, tokens)[..., :1100]
+    assert np.abs(logits.numpy() - expected["logits"][..., :1100]).max() < 5e-6
+    losses = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
+    assert np.abs(losses.view(labels.shape).numpy() - expected["lm_loss_true_vocab"]).max() < 1e-5
+    text = tokens
+    with torch.inference_mode():
+        for _ in range(expected["greedy"].shape[1]):
+            text = torch.cat((text, decoder(text)[:, -1:].argmax(dim=-1)), dim=1)
+    assert (text[:, tokens.shape[1] :].numpy() == expected["greedy"]).all()
+
+
+def train_on(run_dir, values, source, batches, rates):
+    """Go on as Megatron did: its batches, its rates, a target after a document's end not counted."""
+    from shoal.train.optimiser import clip_gradients
+    from shoal.train.saving import resume
+
+    job = make_job(run_dir, values, init=source, init_optimizer=True)
+    resume(job)
+    (decoder,) = job.model.decoders
+    found = []
+    for tokens, rate in zip(torch.from_numpy(batches).long(), rates, strict=True):
+        job.model.forget_gradients()
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        losses = F.cross_entropy(decoder(inputs).flatten(0, 1), labels.flatten(), reduction="none")
+        mask = (inputs != 1099).flatten()
+        loss = (losses * mask).sum() / mask.sum()
+        loss.backward()
+        norm = clip_gradients(job.model, 1.0)
+        job.optimiser.step(rate)
+        found.append((loss.item(), norm))
+    return found
+
+
+@needs_megatron
+def test_training_goes_on_from_megatrons_files_as_megatron_did(pool, megatron, tmp_path):
+    import_megatron(megatron, tmp_path / "ours")
+    told = json.loads((megatron / "resume.json").read_text())["continued_true_vocab"]
+    batches = np.load(megatron / "train_tokens.npz")["tokens"][10:20]
+    data = write_dataset(tmp_path / "data", {"train": [np.arange(1000)] * 3}, 1100, 1099)
+    model = {"n_layers": 3, "d_model": 64, "n_heads": 4, "max_seq_len": 64, "vocab_size": 1100}
+    adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "clip": 1.0}
+    values = tiny_config(data, model=model, optimizer=adam)
+    rates = [line["lr"] for line in told]
+    (found,) = pool.run(train_on, 1, tmp_path / "run", values, tmp_path / "ours", batches, rates)
+    expected = [(line["lm_loss"], line["grad_norm"]) for line in told]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@needs_megatron
+def test_what_megatrons_files_do_not_say_is_asked_for(megatron, tmp_path):
+    with pytest.raises(InputError, match="does not say how many heads") as caught:
+        run(megatron / "checkpoint", tmp_path / "ours", Wanted())
+    assert "--n-heads N --vocab-size N" in caught.value.hint
+    with pytest.raises(InputError, match="5000 is more than the"):
+        run(megatron / "checkpoint", tmp_path / "ours", Wanted(Told(n_heads=4, vocab_size=5000)))
+    assert not (tmp_path / "ours").exists()
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/shoal-was-here",)
+
+
+def test_a_hostile_pickle_is_refused_by_the_name_of_what_it_asked_for(tmp_path):
+    torch.save({"model": {"a": torch.zeros(1)}, "model_args": Hostile()}, tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.system: refused"):
+        run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(CheckpointError, match=r"refused|no file of torch\.save"):
+        read_pickle(tmp_path / "plain.pt")
+    assert not os.path.exists("/tmp/shoal-was-here")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_compressed_or_huge_pickle_is_refused(tmp_path):
+    saved = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, saved)
+    with zipfile.ZipFile(saved) as whole, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for entry in whole.infolist():
+            bomb.writestr(entry.filename, whole.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"is compressed, which torch\.save never does"):
+        read_pickle(tmp_path / "bomb.pt")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "extra", "shape"])
+def test_damaged_files_are_refused_before_anything_is_written(tmp_path, damage):
+    from safetensors.torch import save_file
+
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/model.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(content[:-100])
+    elif damage == "flip":
+        content[12] ^= 0xFF  # in the header: the values themselves have no checksum in this format
+        file.write_bytes(content)
+    else:
+        tensors = load_file(file)
+        if damage == "missing":
+            del tensors["transformer.h.1.ln_2.bias"]
+        elif damage == "extra":
+            tensors["transformer.h.1.attn.rotary"] = torch.zeros(2)
+        else:
+            tensors["transformer.wpe.weight"] = torch.zeros(31, 48)
+        save_file(tensors, file)
+    words = {
+        "missing": "lacks transformer.h.1.ln_2.bias",
+        "extra": "holds transformer.h.1.attn.rotary",
+        "shape": r"transformer.wpe.weight is \[31, 48\]",
+    }
+    with pytest.raises(CheckpointError, match=words.get(damage, "is no whole safetensors file")):
+        run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"activation_function": "relu"}, 'activation_function = "relu"; our decoder computes "gelu_new"'),
+        ({"model_type": "bert"}, "is of the kind 'bert'"),
+        ({"n_head": 7}, "not divisible by model.n_heads = 7"),
+        ({"n_layer": None}, "impossible value"),
+    ],
+)
+def test_a_configuration_that_our_decoder_does_not_compute_is_refused(tmp_path, change, words):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError) as caught:
+        run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    assert words in str(caught.value)
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "there").mkdir()
+    for work in (lambda: run(tmp_path / "theirs", tmp_path / "there", Wanted()),):
+        with pytest.raises(InputError, match="exists already"):
+            work()
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    with pytest.raises(InputError, match="exists already"):
+        export(tmp_path / "ours", tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []

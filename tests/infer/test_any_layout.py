@@ -1,0 +1,43 @@
+"""A checkpoint of any layout writes the same text, in one process and cut over two."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.config.layout import parse_layout
+from shoal.infer.generate import Row
+from shoal.infer.load import load_text_model
+from shoal.infer.sampling import Sampling
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training
+from tests.train.test_parity import values_of
+
+ROWS = [Row([102, 105, 115, 104], 8), Row([256], 8, prompt=1)]  # of unequal length
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def train_and_save(run_dir, values):
+    run_training(run_dir, values)
+
+
+def greedy(run_dir, tp=1):
+    """Return (row, id) of each token, in order."""
+    loaded = load_text_model(Path(run_dir), torch.device("cpu"), tp=tp)
+    return list(loaded.generate(ROWS, Sampling(greedy=True)))
+
+
+@pytest.mark.parametrize(
+    ("words", "model"), [("zero3x2", "llama"), ("pp2*tp2", "gpt2"), ("dp2*zero2x2", "llama")]
+)
+def test_text_is_the_same_in_one_process_and_cut(pool, data, tmp_path, words, model):
+    layout = parse_layout(words)
+    values = values_of(data, layout, model, eval={"every": 0}, checkpoint={"every": 5})
+    pool.run(train_and_save, layout.world_size, tmp_path, values)
+    (whole,) = pool.run(greedy, 1, tmp_path)
+    assert len(whole) == 16
+    assert pool.run(greedy, 2, tmp_path, 2) == [whole, whole]

@@ -1,0 +1,62 @@
+"""Where the time of a step goes under each axis, and which rank is the slow one."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shoal.config.layout import parse_layout, settings_of
+from tests.tiny_dataset import random_dataset
+from tests.train.ranks import run_training, tiny_config
+
+SLEEP_S = 0.03  # a micro-batch, on the slow rank
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def run_with_a_slow_rank(run_dir, values):
+    """Train; rank 1 sleeps in every forward pass."""
+    from shoal.tasks.gpt import Gpt
+
+    honest = Gpt.run
+
+    def run(self, model, micro, inputs=None):
+        if dist.get_rank() == 1:
+            time.sleep(SLEEP_S)
+        return honest(self, model, micro, inputs)
+
+    Gpt.run = run
+    try:
+        return run_training(run_dir, values)
+    finally:
+        Gpt.run = honest
+
+
+@pytest.mark.parametrize(
+    ("words", "waits", "idle"),
+    [
+        ("dp2", "communication", ("tp", "shard", "bubble")),
+        ("tp2", "tp", ("shard", "bubble")),
+        ("zero3x2", "shard", ("tp", "bubble")),
+        ("pp2", "bubble", ("tp", "shard")),
+    ],
+)
+def test_waiting_for_a_slow_rank_is_the_time_of_its_axis(pool, data, tmp_path, words, waits, idle):
+    values = tiny_config(data, parallel=settings_of(parse_layout(words)), train={"log_every": 1})
+    lines = pool.run(run_with_a_slow_rank, 2, tmp_path, values)[0]["lines"]
+    steps = [line for line in lines if "loss" in line][1:]
+    micro_steps = 2 if words == "dp2" else 4  # of 4 sequences, of 16
+    slept_s = len(steps) * micro_steps * SLEEP_S
+    for name in idle:
+        assert all(line[f"{name}_s"] == 0.0 for line in steps), name
+    waited_s = sum(line[f"{waits}_s"] for line in steps)  # rank 0's
+    whole_s = sum(line["seconds"] for line in steps)
+    assert 0.5 * slept_s < waited_s < whole_s
+    assert {line["most_busy_ms_rank"] for line in steps} == {1}
+    assert {line["least_busy_ms_rank"] for line in steps} == {0}
+    for line in steps:
+        assert line["most_busy_ms"] > line["least_busy_ms"] + 1e3 * SLEEP_S
+        assert line["peak_bytes"] >= line["most_peak_bytes"] >= line["least_peak_bytes"] > 0
