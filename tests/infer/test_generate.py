@@ -46,17 +46,34 @@ def test_cached_logits_equal_whole_ones_for_any_cut(make):
     model = decoder_from_hf(make())
     tokens = torch.randint(0, 61, (2, 30), generator=torch.Generator().manual_seed(3))
     whole = model(tokens)
-    cache = KVCache(model.shape, torch.zeros(2, dtype=torch.int64), 30, torch.float32)
-    parts = [model(piece, cache=cache) for piece in tokens.split([7, 1, 12, 1, 9], dim=1)]
+    cache = KVCache(model.shape, 2, 30, torch.float32)
+    parts = [model(piece, cache=cache.part(0, 2)) for piece in tokens.split([7, 1, 12, 1, 9], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=5e-6, rtol=0)
 
 
-def test_every_column_of_a_padded_batch_sees_something_and_no_token_sees_padding():
-    shape = decoder_from_hf(random_gpt2()).shape
-    mask = KVCache(shape, torch.tensor([0, 3]), 8, torch.float32).mask(5)[:, 0]
-    assert mask.any(dim=-1).all()
-    assert not mask[1, 3:, :3].any()
-    assert torch.equal(mask[0], torch.ones(5, 5, dtype=torch.bool).tril())
+@STYLES
+def test_rows_of_unequal_length_see_their_own_tokens_only(make):
+    model = decoder_from_hf(make())
+    tokens = torch.randint(0, 61, (3, 20), generator=torch.Generator().manual_seed(3))
+    cache, lengths = KVCache(model.shape, 4, 30, torch.float32), (7, 12, 3)
+    for row, length in enumerate(lengths):
+        model(tokens[row : row + 1, :length], cache=cache.part(row, 1))
+    cache.move(2, 0)  # the first one ends, the last one takes its place
+    rows, lengths = (2, 1), (3, 12)
+    for step in range(5):
+        given = torch.stack([tokens[row, length + step] for row, length in zip(rows, lengths, strict=True)])
+        got = model(given[:, None], cache=cache.part(0, 2))
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            expected = model(tokens[row : row + 1, : length + step + 1])[:, -1]
+            torch.testing.assert_close(got[place], expected, atol=5e-6, rtol=0)
+    assert cache.lengths[:2] == [8, 17]
+
+
+def test_a_long_prompt_is_read_in_parts(monkeypatch):
+    model = decoder_from_hf(random_gpt2())
+    whole = continuations(model, [Row(list(range(20)), 8)])
+    monkeypatch.setattr("shoal.infer.generate._PREFILL", 6)
+    assert continuations(model, [Row(list(range(20)), 8)]) == whole
 
 
 @STYLES

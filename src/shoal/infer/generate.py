@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.infer.sampling import Sampling, choose, row_generator
@@ -16,6 +17,7 @@ from shoal.models.shape import ModelShape
 from shoal.runtime.log import log
 
 DEFAULT_MAX_TOKENS = 256
+_PREFILL = 512  # tokens of a prompt that are read at a time
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,47 @@ def _warn_of_length(max_seq_len: int) -> None:
     log.warning(f"warning: beyond the {max_seq_len} positions that the model was made for, text gets worse")
 
 
-@torch.inference_mode()
+class Engine:
+    """Continues token sequences that come and go: the live ones are computed together, a token at a time."""
+
+    def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
+        """Make room for so many sequences at a time, of at most `capacity` tokens."""
+        assert model.head is not None, "only whole models generate"
+        self._model, self._head = model, model.head
+        weight = model.head.weight
+        self._device = weight.device
+        self._cache = KVCache(model.shape, rows, capacity, weight.dtype, weight.device, model.head_parts)
+        self.live = 0
+
+    @torch.inference_mode()
+    def admit(self, tokens: Sequence[int]) -> Tensor:
+        """Take a sequence in as the last live one; return the logits of what follows it, [padded vocabulary].
+
+        A long one is read in parts, so that what attention needs does not grow with its square.
+        """
+        self._cache.lengths[self.live] = 0
+        tokens_bt = torch.tensor([tokens], device=self._device)
+        for part_bt in tokens_bt.split(_PREFILL, dim=1):
+            x_btd = self._model.hidden(part_bt, cache=self._cache.part(self.live, 1))
+        self.live += 1
+        logits_v: Tensor = self._head(x_btd[:, -1])[0]
+        return logits_v
+
+    @torch.inference_mode()
+    def step(self, chosen: Sequence[int]) -> Tensor:
+        """Give each live sequence its next token; return the logits of what follows, [live, vocabulary]."""
+        tokens_b1 = torch.tensor(chosen, device=self._device)[:, None]
+        x_btd = self._model.hidden(tokens_b1, cache=self._cache.part(0, self.live))
+        logits_bv: Tensor = self._head(x_btd[:, -1])
+        return logits_bv
+
+    def drop(self, place: int) -> None:
+        """Forget a live sequence; the last one takes its place."""
+        self.live -= 1
+        if place < self.live:
+            self._cache.move(self.live, place)
+
+
 def generate(
     model: Decoder, rows: Sequence[Row], sampling: Sampling, stop_id: int | None
 ) -> Iterator[tuple[int, int]]:
@@ -60,29 +102,23 @@ def generate(
 
     A row ends with its `max_tokens` or before `stop_id`, which is not yielded.
     """
-    assert model.head is not None, "only whole models generate"
-    device = model.head.weight.device
-    longest = max(len(row.tokens) for row in rows)
-    starts = [longest - len(row.tokens) for row in rows]
-    capacity = longest + max(row.max_tokens for row in rows)
-    starts_b = torch.tensor(starts, device=device)
-    cache = KVCache(model.shape, starts_b, capacity, model.head.weight.dtype, model.head_parts)
-    padded = [[0] * start + list(row.tokens) for start, row in zip(starts, rows, strict=True)]
+    engine = Engine(model, len(rows), max(len(row.tokens) + row.max_tokens for row in rows))
     generators = [row_generator(sampling.seed, row.prompt, row.sample) for row in rows]
     left = [row.max_tokens for row in rows]
     live = list(range(len(rows)))
-    tokens_bt = torch.tensor(padded, device=device)
+    logits_bv = torch.stack([engine.admit(row.tokens) for row in rows])
     while live:
-        logits_bv = model.head(model.hidden(tokens_bt, cache=cache)[:, -1])
         chosen = choose(logits_bv, sampling, [generators[row] for row in live])
-        keep = []
+        done = []
         for place, (row, token) in enumerate(zip(live, chosen, strict=True)):
             if token != stop_id:
                 yield row, token
                 left[row] -= 1
-            if token != stop_id and left[row] > 0:
-                keep.append(place)
-        if keep and len(keep) < len(live):
-            cache.keep_rows(torch.tensor(keep, device=device))
-        live = [live[place] for place in keep]
-        tokens_bt = torch.tensor([[chosen[place]] for place in keep], device=device)
+            if token == stop_id or left[row] == 0:
+                done.append(place)
+        for place in reversed(done):
+            engine.drop(place)
+            live[place], chosen[place] = live[-1], chosen[-1]
+            del live[-1], chosen[-1]
+        if live:
+            logits_bv = engine.step(chosen)

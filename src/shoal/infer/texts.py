@@ -11,6 +11,8 @@ from shoal.errors import DataError, InputError
 MAX_BYTES = 4 << 30
 # WikiText was cut into words by the Moses rules of its makers (Merity and others, 2016); these undo them.
 _MOSES = (
+    (r" (n't|'(?:s|re|ve|ll|d|m))\b", r"\1"),
+    (r"s ' ", "s' "),
     (r" @([-,.])@ ", r"\1"),
     (r" ([:;.,!?])(?=\s)", r"\1"),
     (r"([(\[{]) (.*?) (?=[)\]}])", r"\1\2"),
@@ -20,8 +22,6 @@ _MOSES = (
     (r"= = =", "==="),
     (r"= =", "=="),
     (r" ?\n ?", "\n"),
-    (r" (n't|'(?:s|re|ve|ll|d|m))\b", r"\1"),
-    (r"s ' ", "s' "),
     (r" \u00b0 ", "\u00b0 "),
 )
 

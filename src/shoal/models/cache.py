@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, for generation one token at a time."""
+"""Keys and values of the tokens seen so far, for sequences that begin and end independently of each other."""
 
 from __future__ import annotations
 
@@ -9,60 +9,79 @@ from shoal.models.shape import ModelShape
 
 
 class KVCache:
-    """Hold keys and values of a batch whose rows end at the same column; shorter rows begin with padding.
+    """Hold keys and values of some rows, each a sequence of its own length, which begins at column 0.
 
-    `starts_b` is the number of padding columns at the left of each row; they are never attended to. Shapes:
-    keys and values [batch, kv_heads, capacity, head_dim] for each layer.
+    Shapes: keys and values [layers, rows, kv_heads, capacity, head_dim].
     """
 
     def __init__(
-        self, shape: ModelShape, starts_b: Tensor, capacity: int, dtype: torch.dtype, head_parts: int = 1
+        self,
+        shape: ModelShape,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        head_parts: int = 1,
     ) -> None:
-        """Make room for `capacity` columns; of the heads, for one of `head_parts` equal parts."""
-        heads = shape.n_kv_heads // head_parts
-        size = (shape.n_layers, len(starts_b), heads, capacity, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=dtype, device=starts_b.device)
+        """Make room for `capacity` columns a row; of the heads, for one of `head_parts` equal parts."""
+        size = (shape.n_layers, rows, shape.n_kv_heads // head_parts, capacity, shape.head_dim)
+        self.keys = torch.zeros(size, dtype=dtype, device=device)  # not empty: 0 times NaN would be NaN
         self.values = torch.zeros_like(self.keys)
-        self.starts_b = starts_b
-        self.length = 0
-        self._count_padding()
+        self.lengths = [0] * rows  # on the host: reading them must not wait for a device
+
+    def part(self, first: int, count: int) -> CachePart:
+        """Return `count` rows from `first` on, to be given tokens in one forward pass."""
+        return CachePart(self, first, count)
+
+    def move(self, source: int, target: int) -> None:
+        """Make row `target` what row `source` is."""
+        used = self.lengths[source]
+        for held in (self.keys, self.values):
+            held[:, target, :, :used] = held[:, source, :, :used]
+        self.lengths[target] = used
+
+
+class CachePart:
+    """Neighbouring rows of a cache in one forward pass: either of one length, or given one token each."""
+
+    def __init__(self, cache: KVCache, first: int, count: int) -> None:
+        self._cache = cache
+        self._rows = slice(first, first + count)
+        self._lengths = cache.lengths[self._rows]
+        self._device = cache.keys.device
+        self._alike = len(set(self._lengths)) == 1
+        self._lengths_b = torch.tensor(self._lengths, device=self._device)
+        self._numbers_b = torch.arange(count, device=self._device)
 
     def longest(self, num_new: int) -> int:
         """Return the tokens of the longest row once `num_new` are added."""
-        return self.length + num_new - self._first_start
+        return max(self._lengths) + num_new
 
     def positions(self, num_new: int) -> Tensor:
-        """Return the position of each new token in its own row, [batch, num_new]; 0 at padding."""
-        columns = torch.arange(self.length, self.length + num_new, device=self.starts_b.device)
-        return (columns - self.starts_b[:, None]).clamp_(min=0)
+        """Return the position of each new token in its own row, [rows or 1, num_new]."""
+        if self._alike:
+            return torch.arange(self._lengths[0], self._lengths[0] + num_new, device=self._device)[None]
+        assert num_new == 1, "rows of unequal length take one token each"
+        return self._lengths_b[:, None]
 
     def mask(self, num_new: int) -> Tensor | None:
-        """Return which columns a new token may see, bool [batch, 1, num_new, columns]; None means causal.
-
-        A padding token sees the padding before it, because a softmax over nothing would be NaN.
-        """
-        if not self._padded and (num_new == 1 or self.length == 0):
+        """Return which columns a new token may see, bool [rows or 1, 1, time, columns]; None means causal."""
+        if self._alike and (num_new == 1 or self._lengths[0] == 0):
             return None
-        total = self.length + num_new
-        key = torch.arange(total, device=self.starts_b.device)
-        query = key[self.length :, None]
-        start = self.starts_b[:, None, None]
-        return ((key <= query) & ((key >= start) | (query < start)))[:, None]
+        columns = torch.arange(self.longest(num_new), device=self._device)
+        return (columns <= self.positions(num_new)[:, :, None])[:, None]
 
-    def extend(self, layer: int, k_bhtd: Tensor, v_bhtd: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: int, k_bhtc: Tensor, v_bhtc: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of one layer and return all of that layer's so far."""
-        end = self.length + k_bhtd.shape[2]
-        self.keys[layer, :, :, self.length : end] = k_bhtd
-        self.values[layer, :, :, self.length : end] = v_bhtd
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        end = self.longest(k_bhtc.shape[2])
+        keys, values = self._cache.keys[layer, self._rows], self._cache.values[layer, self._rows]
+        for held, new in ((keys, k_bhtc), (values, v_bhtc)):
+            if self._alike:
+                held[:, :, self._lengths[0] : end] = new
+            else:
+                held[self._numbers_b, :, self._lengths_b] = new[:, :, 0]
+        return keys[:, :, :end], values[:, :, :end]
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows of the batch but `rows`."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-        self.starts_b = self.starts_b[rows]
-        self._count_padding()
-
-    def _count_padding(self) -> None:
-        """Keep on the host what would cost a device synchronisation a token."""
-        self._first_start, last_start = int(self.starts_b.min()), int(self.starts_b.max())
-        self._padded = last_start > 0
+    def advance(self, num_new: int) -> None:
+        """Count the new tokens, when all layers have stored theirs."""
+        self._cache.lengths[self._rows] = [length + num_new for length in self._lengths]

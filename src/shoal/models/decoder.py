@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.errors import ConfigError
 from shoal.models import documents
-from shoal.models.cache import KVCache
+from shoal.models.cache import CachePart
 from shoal.models.dropout import keyed_dropout, site_id
 from shoal.models.recompute import keeping_products, run_in_chunks
 from shoal.models.shape import ModelShape
@@ -35,7 +35,7 @@ class Context(NamedTuple):
 
     rotation: tuple[Tensor, Tensor] | None  # cos and sin, [batch or 1, 1, time, head_dim / 2]; llama
     mask: Tensor | BlockMask | None  # a tensor is bool [batch, 1, time, columns]; None means causal
-    cache: KVCache | None
+    cache: CachePart | None
     dropout_keys_b: Tensor | None
     sites: Tensor | None = None  # int64 [3]; only where there are keys
 
@@ -255,7 +255,7 @@ class Decoder(nn.Module):
         inputs: Tensor,
         *,
         dropout_keys_b: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: CachePart | None = None,
         documents_bt: Tensor | None = None,
     ) -> Tensor:
         """Return logits [batch, time, padded_vocab_size]; padded columns are -inf.
@@ -264,9 +264,9 @@ class Decoder(nn.Module):
         time, d_model], which is what a part without the first one takes.
 
         `dropout_keys_b` int64 [batch] turns dropout on, a key for each sample. With a `cache`, the tokens
-        follow what it holds, and it grows by them. `documents_bt` numbers the document of each token, never
-        falling along a row: a token sees only its own, and positions restart with each. A ConfigError refuses
-        more positions than the learned table has.
+        follow what its rows hold, and these grow by them. `documents_bt` numbers the document of each token,
+        never falling along a row: a token sees only its own, and positions restart with each. A ConfigError
+        refuses more positions than the learned table has.
         """
         x_btd = self.hidden(inputs, dropout_keys_b=dropout_keys_b, cache=cache, documents_bt=documents_bt)
         return x_btd if self.head is None else self.head(x_btd)
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
         inputs: Tensor,
         *,
         dropout_keys_b: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: CachePart | None = None,
         documents_bt: Tensor | None = None,
     ) -> Tensor:
         """Return what the head turns into logits, [batch, time, d_model]; arguments as of `forward`."""
@@ -293,7 +293,7 @@ class Decoder(nn.Module):
             x_btd = maybe_dropout(x_btd, self.shape.dropout, dropout_keys_b, self.site, self.part)
         x_btd = self._run_blocks(x_btd, Context(rotation, mask, cache, dropout_keys_b))
         if cache is not None:
-            cache.length += time
+            cache.advance(time)
         return x_btd if self.norm is None else self.norm(x_btd)
 
     def _places(
@@ -301,7 +301,7 @@ class Decoder(nn.Module):
         time: int,
         device: torch.device,
         dropout_keys_b: Tensor | None,
-        cache: KVCache | None,
+        cache: CachePart | None,
         documents_bt: Tensor | None,
     ) -> tuple[Tensor, Tensor | BlockMask | None]:
         """Return each token's position and which columns it sees."""
@@ -328,7 +328,7 @@ class Decoder(nn.Module):
         sites = torch.tensor([site_id(f"blocks.{layer}.{name}") for name in names])
         return sites.to(context.dropout_keys_b.device, non_blocking=True)
 
-    def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: KVCache | None) -> None:
+    def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: CachePart | None) -> None:
         shape = self.shape
         needs_keys = self.training and torch.is_grad_enabled() and (shape.dropout or shape.attention_dropout)
         assert dropout_keys_b is not None or not needs_keys, "training with dropout needs dropout_keys_b"
