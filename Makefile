@@ -37,7 +37,7 @@ demo: setup ## text in, a trained GPT out, with a killed and recovered process o
 test: setup ## run the test suite
 	$(BIN)/python -m pytest -m "not proof" $(ARGS)
 
-proof: setup ## run the long tests, those that take times by themselves; the rest two files at a time
+proof: setup ## run the long tests, those that take times or all cores by themselves; the rest two files at a time
 	@failed=0; \
 	$(BIN)/python -m pytest -m "proof and alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "proof and not alone" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ] || failed=1; \
