@@ -294,9 +294,7 @@ def generate(
 
 
 @app.command
-def export(
-    checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove: Literal["yes", "no"] = "yes"
-) -> None:
+def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove: bool = True) -> None:
     """Make a folder that transformers loads without any code of ours, and prove that it computes the same.
 
     Example: shoal export runs/first exported
@@ -316,7 +314,7 @@ def export(
     from shoal.infer.certificate import certify
 
     source = write(checkpoint, target)
-    proven = prove == "yes" and certify(source, target)
+    proven = prove and certify(source, target)
     print(f"{target}: {'proven equal to' if proven else 'made from'} {source}")
 
 
