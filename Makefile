@@ -34,8 +34,8 @@ $(READY): pyproject.toml constraints.txt tools/setup.py
 demo: setup ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
 	$(BIN)/shoal quickstart
 
-test: setup ## run the test suite
-	$(BIN)/python -m pytest -m "not proof" $(ARGS)
+test: setup ## run the test suite, two files at a time
+	$(BIN)/python -m pytest -m "not proof" -n 2 --dist loadfile $(ARGS)
 
 proof: setup ## run the long tests, those that take times or all cores by themselves; the rest two files at a time
 	@failed=0; \

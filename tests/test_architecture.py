@@ -38,8 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{room: BASE | PLUMBING | MIDDLE | UPPER | {"runtime"} for room in UPPER},
     **dict.fromkeys(TOP, BELOW_TOP),
     **dict.fromkeys(CHECKS, BELOW_TOP | TOP),
-    "cli": BELOW_TOP | TOP | CHECKS | {"cli_train"},
-    "cli_train": BELOW_TOP | TOP | CHECKS,
+    "cli": BELOW_TOP | TOP | CHECKS | {"cli_train", "cli_models"},
+    **dict.fromkeys(("cli_train", "cli_models"), BELOW_TOP | TOP | CHECKS),
     "__main__": {"cli"},
     "": set(),
 }

