@@ -33,7 +33,7 @@ def generate(
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint) or a checkpoint.
+        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
     prompt
         Text to continue; an empty one starts a document.
     input
@@ -168,7 +168,7 @@ def evaluate(
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint) or a checkpoint, saved under any layout.
+        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
     text
         A UTF-8 file, taken as one document.
     wikitext
@@ -191,7 +191,7 @@ def evaluate(
     tp
         Processes that share the model, each with a part of every layer.
     nproc
-        Processes in all, a multiple of tp; the windows are shared out, and the figures do not change.
+        Processes in all, a multiple of tp; the windows are shared out. Figures change by rounding at most.
     json
         Write the figures to this file instead.
     """

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from shoal.checkpoint import foreign
 from shoal.checkpoint.export import export
 from shoal.checkpoint.foreign import Told, read_pickle
 from shoal.checkpoint.importing import Wanted, run
@@ -293,23 +294,119 @@ def test_what_megatrons_files_do_not_say_is_asked_for(megatron, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
+@needs_megatron
+def test_what_was_trained_in_fp16_comes_in_with_its_fp32_weights(tmp_path):
+    folder = SHARED / "data/megatron/v1100_tp1"
+    content = read_pickle(folder / "checkpoint/iter_0000010/mp_rank_00/model_optim_rng.pt")
+    names = sorted(content["model"], key=lambda name: content["model"][name].ndim != 2)
+    groups = [
+        [content["model"][n].clone() for n in names if (content["model"][n].ndim == 2) == two]
+        for two in (1, 0)
+    ]
+    half = {
+        "iteration": 10,
+        "model": {name: tensor.half() for name, tensor in content["model"].items()},
+        "optimizer": {"optimizer_state_dict": content["optimizer"], "fp32_from_fp16": groups},
+    }
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save(half, tmp_path / "mp_rank_00/model_optim_rng.pt")
+    run(tmp_path, tmp_path / "ours", Wanted(Told(n_heads=4, vocab_size=1100)))
+    expected = np.load(folder / "expected.npz")
+    logits = logits_of(
+        load_decoder(tmp_path / "ours", CPU)[0], torch.from_numpy(expected["input_ids"]).long()
+    )
+    assert np.abs(logits[..., :1100].numpy() - expected["logits"][..., :1100]).max() < 5e-6
+    assert (tmp_path / "ours/optimizer").is_dir()
+
+
+def resumed_moments(run_dir, values, source):
+    """Begin from a checkpoint with its optimiser; return the steps that each weight's has taken."""
+    from shoal.train.saving import resume
+
+    job = make_job(run_dir, values, init=source, init_optimizer=True)
+    resume(job)
+    return {name: float(job.optimiser.state_of(w)["step"]) for name, w in job.model.named_weights().items()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_training_goes_on_with_nanogpts_moments(pool, tmp_path, bias):
+    nanogpt_file(tmp_path / "ckpt.pt", bias=bias)
+    run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+    data = write_dataset(tmp_path / "data", {"train": [np.arange(300)] * 3}, 301, 300)
+    model = {"n_layers": 2, "d_model": 48, "n_heads": 4, "max_seq_len": 32}
+    (steps,) = pool.run(
+        resumed_moments, 1, tmp_path / "run", tiny_config(data, model=model), tmp_path / "ours"
+    )
+    assert set(steps.values()) == {7.0}
+
+
+def test_the_padding_of_nanogpts_vocabulary_can_be_dropped(tmp_path):
+    theirs, _ = nanogpt_file(tmp_path / "ckpt.pt")
+    run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted(Told(vocab_size=290)))
+    decoder, eod_id = load_decoder(tmp_path / "ours", CPU)
+    assert (decoder.shape.vocab_size, eod_id) == (290, 289)
+    tokens = torch.randint(0, 290, (2, 20), generator=torch.Generator().manual_seed(1))
+    got, expected = logits_of(decoder, tokens)[..., :290], logits_of(theirs, tokens)[..., :290]
+    assert (got - expected).abs().max() < 5e-6 * expected.abs().max()
+
+
+def test_a_tokenizer_of_another_kind_goes_out_with_its_ids(tmp_path):
+    from tokenizers import Tokenizer, models, trainers
+
+    built = Tokenizer(models.Unigram())
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["</s>", "<unk>"], unk_token="<unk>")
+    built.train_from_iterator(["one fish two fish red fish blue fish"] * 9, trainer)
+    built.save(str(tmp_path / "tokenizer.json"))
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted(tokenizer=tmp_path / "tokenizer.json", eod_id=300))
+    export(tmp_path / "ours", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("red fish")["input_ids"] == built.encode("red fish").ids
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == 300
+
+
 class Hostile:
     def __reduce__(self):
         return os.system, ("touch /tmp/shoal-was-here",)
 
 
-def test_a_hostile_pickle_is_refused_by_the_name_of_what_it_asked_for(tmp_path):
-    torch.save({"model": {"a": torch.zeros(1)}, "model_args": Hostile()}, tmp_path / "ckpt.pt")
+@pytest.mark.parametrize("kind", ["zip", "zip of protocol 4", "plain", "plain of protocol 2"])
+def test_a_hostile_pickle_is_refused_by_the_name_of_what_it_asked_for(tmp_path, kind):
+    content, file = {"model": {"a": 1.0}, "model_args": Hostile()}, tmp_path / "ckpt.pt"
+    if kind.startswith("zip"):
+        torch.save(content, file, pickle_protocol=4 if kind.endswith("4") else 2)
+    else:
+        file.write_bytes(pickle.dumps(content, protocol=2 if kind.endswith("2") else 4))
     with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.system: refused"):
-        run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(CheckpointError, match=r"refused|no file of torch\.save"):
-        read_pickle(tmp_path / "plain.pt")
+        run(file, tmp_path / "ours", Wanted())
     assert not os.path.exists("/tmp/shoal-was-here")
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_compressed_or_huge_pickle_is_refused(tmp_path):
+def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    content = torch.load(tmp_path / "ckpt.pt")
+    content["model"]["_orig_mod.transformer.wpe.weight"] = torch.zeros(1).expand(32, 48)
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(
+        CheckpointError, match=r"holds '_orig_mod.transformer.wpe.weight', which is not a plain"
+    ):
+        run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+def test_a_damaged_pickle_is_a_sentence(tmp_path, damage):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    content = bytearray((tmp_path / "ckpt.pt").read_bytes())
+    content[-40] ^= 0xFF  # in the directory at the end
+    damaged = {"cut": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"not a pickle"}
+    (tmp_path / "ckpt.pt").write_bytes(damaged[damage])
+    with pytest.raises(CheckpointError, match=r"is no file of torch\.save, or damaged"):
+        run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+
+
+def test_a_compressed_or_large_structure_is_refused(tmp_path, monkeypatch):
     saved = io.BytesIO()
     torch.save({"a": torch.zeros(3)}, saved)
     with zipfile.ZipFile(saved) as whole, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
@@ -317,6 +414,10 @@ def test_a_compressed_or_huge_pickle_is_refused(tmp_path):
             bomb.writestr(entry.filename, whole.read(entry), zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match=r"is compressed, which torch\.save never does"):
         read_pickle(tmp_path / "bomb.pt")
+    torch.save(list(range(3_000)), tmp_path / "large.pt")
+    monkeypatch.setattr(foreign, "_MAX_PICKLE_BYTES", 1_000)
+    with pytest.raises(CheckpointError, match=r"has a structure of 0 MiB: refused"):
+        read_pickle(tmp_path / "large.pt")
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "extra", "shape"])
@@ -350,6 +451,17 @@ def test_damaged_files_are_refused_before_anything_is_written(tmp_path, damage):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+def test_scaled_rotary_positions_are_refused(tmp_path):
+    random_model("llama-tied").save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    for scaling in ({"type": "linear", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0}):
+        path.write_text(json.dumps({**config, "rope_scaling": scaling}))
+        with pytest.raises(InputError, match="our decoder computes"):
+            run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -371,9 +483,8 @@ def test_a_configuration_that_our_decoder_does_not_compute_is_refused(tmp_path, 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     random_model("gpt2").save_pretrained(tmp_path / "theirs")
     (tmp_path / "there").mkdir()
-    for work in (lambda: run(tmp_path / "theirs", tmp_path / "there", Wanted()),):
-        with pytest.raises(InputError, match="exists already"):
-            work()
+    with pytest.raises(InputError, match="exists already"):
+        run(tmp_path / "theirs", tmp_path / "there", Wanted())
     run(tmp_path / "theirs", tmp_path / "ours", Wanted())
     with pytest.raises(InputError, match="exists already"):
         export(tmp_path / "ours", tmp_path / "there")

@@ -21,10 +21,6 @@ def data(tmp_path_factory):
     return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
-def train_and_save(run_dir, values):
-    run_training(run_dir, values)
-
-
 def greedy(run_dir, tp=1):
     """Return (row, id) of each token, in order."""
     loaded = load_text_model(Path(run_dir), torch.device("cpu"), tp=tp)
@@ -37,7 +33,7 @@ def greedy(run_dir, tp=1):
 def test_text_is_the_same_in_one_process_and_cut(pool, data, tmp_path, words, model):
     layout = parse_layout(words)
     values = values_of(data, layout, model, eval={"every": 0}, checkpoint={"every": 5})
-    pool.run(train_and_save, layout.world_size, tmp_path, values)
+    pool.run(run_training, layout.world_size, tmp_path, values)
     (whole,) = pool.run(greedy, 1, tmp_path)
     assert len(whole) == 16
     assert pool.run(greedy, 2, tmp_path, 2) == [whole, whole]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,12 +20,13 @@ from shoal.checkpoint.manifest import WEIGHTS, read_state, read_text, resolve_ch
 from shoal.checkpoint.tables import EMBEDDINGS, Entry, family_of, table
 from shoal.checkpoint.tensors import mismatches, read_folder, refuse_mismatches, saved_shapes
 from shoal.config.load import config_from_toml
-from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, load_tokenizer
-from shoal.errors import InputError
+from shoal.data.tokenizer import JSON_NAME, MODEL_NAME
+from shoal.errors import CheckpointError, InputError
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import disk_error, fsync_dir
 
 SHARD_BYTES = 1 << 30
+_READ_BYTES = 128 << 20  # at a time: each read looks into the headers of all files
 
 
 def export(path: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -53,6 +55,8 @@ def export(path: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
         fsync_dir(target.parent)
     except OSError as error:
         raise disk_error(error, target) from error
+    except SafetensorError as error:  # its words for a full disk, too
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return checkpoint
@@ -64,13 +68,16 @@ def _write_weights(folder: Path, checkpoint: Path, shape: ModelShape, shard_byte
     ours = [name for entry in entries for name in entry.ours]
     wanted = {f"{WEIGHTS}.{name}": saved.get(f"{WEIGHTS}.{name}", torch.Size()) for name in ours}
     refuse_mismatches(checkpoint, mismatches(saved, wanted))
-    shards = list(_shards(entries, {name: saved[f"{WEIGHTS}.{name}"] for name in ours}, shard_bytes))
+    shapes = {name: saved[f"{WEIGHTS}.{name}"] for name in ours}
+    shards = list(_shards(entries, shapes, shard_bytes))
     names: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = (
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         )
-        tensors = {entry.theirs: _theirs(entry, checkpoint, saved, shape) for entry in shard}
+        tensors: dict[str, Tensor] = {}
+        for batch in _shards(shard, shapes, min(shard_bytes, _READ_BYTES)):
+            tensors |= _theirs(batch, checkpoint, shapes, shape)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -93,16 +100,23 @@ def _shards(entries: list[Entry], shapes: dict[str, torch.Size], shard_bytes: in
     yield shard
 
 
-def _theirs(entry: Entry, checkpoint: Path, saved: dict[str, torch.Size], shape: ModelShape) -> Tensor:
-    """Read what an entry holds, stacked, turned and without padding, as their files have it."""
-    tensors = {name: torch.empty(saved[f"{WEIGHTS}.{name}"]) for name in entry.ours}
+def _theirs(
+    entries: list[Entry], checkpoint: Path, shapes: dict[str, torch.Size], shape: ModelShape
+) -> dict[str, Tensor]:
+    """Read what some entries hold, stacked, turned and without padding, as their files have it."""
+    tensors = {name: torch.empty(shapes[name]) for entry in entries for name in entry.ours}
     read_folder(checkpoint / WEIGHTS, tensors, None)
-    used = [tensors[n][: shape.vocab_size] if n in EMBEDDINGS else tensors[n] for n in entry.ours]
-    whole = torch.cat(used) if len(used) > 1 else used[0]
-    return whole.T.contiguous() if entry.transposed else whole.contiguous()
+    found = {}
+    for entry in entries:
+        used = [tensors[n][: shape.vocab_size] if n in EMBEDDINGS else tensors[n] for n in entry.ours]
+        whole = torch.cat(used) if len(used) > 1 else used[0]
+        found[entry.theirs] = whole.T.contiguous() if entry.transposed else whole.contiguous()
+    return found
 
 
 def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, state: dict[str, Any]) -> None:
+    from tokenizers import Tokenizer
+
     eod_id = int(state["eod_id"])
     files: dict[str, Any] = {
         "config.json": config_json(shape, eod_id),
@@ -112,15 +126,8 @@ def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, state: dict[
     for name in held:
         shutil.copyfile(checkpoint / name, folder / name)
     if JSON_NAME in held:
-        files["tokenizer_config.json"] = tokenizer_config(shape, _eod_word(checkpoint, eod_id))
+        word = Tokenizer.from_str((checkpoint / JSON_NAME).read_text(encoding="utf-8")).id_to_token(eod_id)
+        files["tokenizer_config.json"] = tokenizer_config(shape, word)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
-    (folder / "README.md").write_text(card(shape, state, has_tokenizer=bool(held)))
-
-
-def _eod_word(checkpoint: Path, eod_id: int) -> str:
-    load_tokenizer(checkpoint)  # refuses what is no tokenizer
-    spec = json.loads((checkpoint / JSON_NAME).read_text(encoding="utf-8"))
-    words = {token["id"]: token["content"] for token in spec.get("added_tokens", [])}
-    words |= {number: word for word, number in spec["model"].get("vocab", {}).items() if number == eod_id}
-    return str(words[eod_id])
+    (folder / "README.md").write_text(card(shape, state, has_tokenizer=JSON_NAME in held))

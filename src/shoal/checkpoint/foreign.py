@@ -8,6 +8,7 @@ and anything else is refused by its name.
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,8 +86,8 @@ class Foreign:
             wanted[0] *= len(entry.ours)
             wanted = wanted[::-1] if entry.transposed else wanted
             found = list(self.names[entry.theirs])
-            if self.family == "megatron" and entry.ours[0] in EMBEDDINGS:
-                wanted[0] = found[0] * ranks  # padded as its writer liked
+            if self.family in ("megatron", "nanogpt") and entry.ours[0] in EMBEDDINGS:
+                wanted[0] = max(wanted[0], found[0] * ranks)  # padded as its writer liked
             if entry.cut is not None:
                 wanted[entry.cut] //= ranks
             if found != wanted:
@@ -101,12 +102,19 @@ class Told:
     vocab_size: int = 0
     iteration: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value < 0:
+                raise InputError(f"--{name.replace('_', '-')} {value} is negative")
+
 
 def open_foreign(path: Path, told: Told) -> Foreign:
     """Open a Hugging Face folder, nanoGPT's file, or a Megatron checkpoint of 2021, by what is there."""
     if path.is_file():
-        return _open_nanogpt(path)
+        return _open_nanogpt(path, told)
     if (path / "config.json").is_file():
+        if told.n_heads or told.vocab_size:
+            raise InputError(f"{path / 'config.json'} tells heads and vocabulary: leave the options out")
         return _open_hugging_face(path)
     if path.is_dir() and ((path / _TRACKER).is_file() or _ranks_in(path)):
         return _open_megatron(path, told)
@@ -140,7 +148,7 @@ def _open_hugging_face(folder: Path) -> Foreign:
         model,
         shapes,
         lambda name: [held[name]()],
-        eod_id=eos if isinstance(eos, int) else None,
+        eod_id=eos if isinstance(eos, int) and 0 <= eos < model.vocab_size else None,
         tokenizer_folder=folder,
         source={"format": "Hugging Face", "path": str(folder.resolve())},
     )
@@ -150,10 +158,9 @@ def _weight_files(folder: Path) -> list[Path]:
     for kind in ("model.safetensors", "pytorch_model.bin"):
         if (index := folder / f"{kind}.index.json").is_file():
             content = read_json(index, "index")
-            names = (
-                sorted(set((content.get("weight_map") or {}).values())) if isinstance(content, dict) else []
-            )
-            odd = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+            named = content.get("weight_map") if isinstance(content, dict) else None
+            names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+            odd = [name for name in names if Path(name).name != name]
             if odd or not names or not all((folder / name).is_file() for name in names):
                 raise CheckpointError(f"{index} names files that are not beside it, or none")
             return [folder / name for name in names]
@@ -178,18 +185,32 @@ def _open_safetensors(path: Path) -> Reader:
 
 
 def _pickled(path: Path) -> Reader:
-    content = read_pickle(path)
+    return _tensors(read_pickle(path), path)
+
+
+def _tensors(content: Any, path: Path, prefix: str = "") -> Reader:
+    """Return shapes and a reader of tensors by name, without `prefix`; refuse anything else."""
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not tensors by name")
-    return _tensors(content, path)
-
-
-def _tensors(content: Mapping[Any, Any], path: Path) -> Reader:
-    """Return shapes and a reader of named tensors; a CheckpointError for anything else among them."""
+        raise CheckpointError(f"{path} holds a {type(content).__name__} in place of tensors by name")
     for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        if not isinstance(name, str) or not _is_plain(tensor):
             raise CheckpointError(f"{path} holds {name!r}, which is not a plain tensor")
-    return {name: tuple(tensor.shape) for name, tensor in content.items()}, content.__getitem__
+    named = {name.removeprefix(prefix): tensor for name, tensor in content.items()}
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}, named.__getitem__
+
+
+def _number(value: Any) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Say whether this is a tensor whose every element is in the file: none is repeated, nor imagined."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
 
 
 class _Inert:
@@ -226,26 +247,45 @@ def read_pickle(path: Path) -> Any:
             _refuse_large_pickle(path)
         with torch.serialization.safe_globals([(_Inert, name) for name in _ADMITTED]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        asked = _ASKED.search(str(error))
-        if asked:
-            name = next(group for group in asked.groups() if group).rstrip(".,`'")
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a strange file makes the reader stumble over
+        if (name := _asked_for(path, error)) is not None:
             raise CheckpointError(
                 f"{path} asks for {name}: refused, as tensors, containers and numbers need none of it",
                 hint="do not load it with another program either, unless you know who made it",
             ) from error
-        raise CheckpointError(f"{path} is no file of torch.save, or damaged: {str(error)[:200]}") from error
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        KeyError,
-        IndexError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise CheckpointError(f"{path} is no file of torch.save, or damaged: {str(error)[:200]}") from error
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} is no file of torch.save, or damaged ({kind})") from error
+
+
+def _asked_for(path: Path, error: Exception) -> str | None:
+    """Return the name that a pickle was refused for; torch gives it for protocol 2 only."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return None
+    if told := _ASKED.search(str(error)):
+        return next(group for group in told.groups() if group).rstrip(".,`'")
+    strings: list[str] = []
+    try:
+        for operation, argument, _ in pickletools.genops(_structure(path)):
+            if operation.name == "GLOBAL" and not str(argument).startswith(("torch", "collections")):
+                return str(argument).replace(" ", ".")
+            if operation.name == "STACK_GLOBAL":
+                return ".".join(strings[-2:])
+            if isinstance(argument, str):
+                strings.append(argument)
+    except (ValueError, zipfile.BadZipFile, OSError):
+        pass
+    return None
+
+
+def _structure(path: Path) -> bytes:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            return archive.read(name)
+    with path.open("rb") as file:
+        return file.read(_MAX_PICKLE_BYTES)
 
 
 def _refuse_large_pickle(path: Path) -> None:
@@ -257,15 +297,14 @@ def _refuse_large_pickle(path: Path) -> None:
                 raise CheckpointError(f"{path} has a structure of {entry.file_size >> 20} MiB: refused")
 
 
-def _open_nanogpt(path: Path) -> Foreign:
+def _open_nanogpt(path: Path, told: Told) -> Foreign:
     content = read_pickle(path)
     if not isinstance(content, dict) or not {"model", "model_args"} <= content.keys():
         raise CheckpointError(
             f"{path} is not nanoGPT's: it has no `model` and `model_args`",
             hint="give the ckpt.pt of its train.py, or a folder of Hugging Face's or Megatron's",
         )
-    named = {name.removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}
-    shapes, get = _tensors(named, path)
+    shapes, get = _tensors(content["model"], path, "_orig_mod.")
     args = content["model_args"]
     try:
         model = Model(
@@ -274,18 +313,18 @@ def _open_nanogpt(path: Path) -> Foreign:
             d_model=args["n_embd"],
             n_heads=args["n_head"],
             max_seq_len=args["block_size"],
-            vocab_size=args["vocab_size"],
+            vocab_size=told.vocab_size or args["vocab_size"],
             dropout=args.get("dropout", 0.0),
             attention_dropout=args.get("dropout", 0.0),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the model_args in {path} lack or garble {error}") from error
     foreign = Foreign(
         "nanogpt",
         model,
         shapes,
         lambda name: [get(name)],
-        step=int(content.get("iter_num", 0)),
+        step=_number(content.get("iter_num")),
         source={"format": "nanoGPT", "path": str(path.resolve())},
     )
     return _with_moments(foreign, [content.get("optimizer")], path)
@@ -305,14 +344,13 @@ def _open_megatron(path: Path, told: Told) -> Foreign:
     ranks = [read_pickle(file) for file in files]
     models = []
     for content, file in zip(ranks, files, strict=True):
-        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        if not isinstance(content, dict) or "model" not in content:
             raise CheckpointError(f"{file} has no `model`", hint="is it Megatron-LM's of 2021?")
         if "checkpoint_version" in content:
             raise CheckpointError(
                 f"{file} is of a later Megatron-LM, with another order of query, key and value"
             )
-        named = {name.removeprefix("module."): tensor for name, tensor in content["model"].items()}
-        models.append(_tensors(named, file))
+        models.append(_tensors(content["model"], file, "module."))
     shapes, _ = models[0]
     for other, file in zip(models[1:], files[1:], strict=True):
         if other[0] != shapes:
@@ -322,7 +360,7 @@ def _open_megatron(path: Path, told: Told) -> Foreign:
         _megatron_model(shapes, len(files), told, folder),
         shapes,
         lambda name: [get(name) for _, get in models],
-        step=int(ranks[0].get("iteration", 0)),
+        step=_number(ranks[0].get("iteration")),
         source={"format": "Megatron-LM 2021", "path": str(folder.resolve()), "model_parallel": len(files)},
     )
     return _with_moments(foreign, [content.get("optimizer") for content in ranks], folder)
@@ -385,23 +423,26 @@ def _with_moments(foreign: Foreign, states: Sequence[Any], path: Path) -> Foreig
         key: [_in_order(names, _moments(state, key, len(names))) for state in held]
         for key in ("exp_avg", "exp_avg_sq")
     }
+    half = [name for name in names if foreign.parts(name)[0].dtype == torch.float16]
     masters = [
-        _in_order(names, _flat(state["fp32_from_fp16"])) for state in states if "fp32_from_fp16" in state
+        _in_order(half, _flat(state["fp32_from_fp16"])) for state in states if "fp32_from_fp16" in state
     ]
 
-    def fits(parts: list[dict[str, Tensor]]) -> bool:
+    def fits(parts: list[dict[str, Tensor]], wanted: list[str]) -> bool:
         return len(parts) == len(states) and all(
-            part.keys() == set(names)
-            and all(tuple(part[name].shape) == foreign.names[name] for name in names)
+            part.keys() == set(wanted) and all(tuple(t.shape) == foreign.names[n] for n, t in part.items())
             for part in parts
         )
 
-    if masters and not fits(masters):
+    def weights(name: str) -> list[Tensor]:
+        return [part[name] for part in masters] if masters and name in masters[0] else foreign.parts(name)
+
+    if masters and not fits(masters, half):
         raise CheckpointError(f"the fp32 weights in {path} do not fit its model")
-    known = all(map(fits, adam.values()))
+    known = all(fits(parts, names) for parts in adam.values())
     return replace(
         foreign,
-        parts=(lambda name: [part[name] for part in masters]) if masters else foreign.parts,
+        parts=weights,
         moments=(lambda name, key: [part[name] for part in adam[key]]) if known else None,
         optimizer_step=next(_steps(held[0]), foreign.step) if known else 0,
         source={**foreign.source, "optimizer": "imported" if known else "not in an order that is known"},
@@ -410,7 +451,7 @@ def _with_moments(foreign: Foreign, states: Sequence[Any], path: Path) -> Foreig
 
 def _in_order(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Tensor]:
     """Name what is listed; nothing where the list is of another length or holds anything but tensors."""
-    fits = len(names) == len(tensors) and all(isinstance(tensor, Tensor) for tensor in tensors)
+    fits = len(names) == len(tensors) and all(map(_is_plain, tensors))
     return dict(zip(names, tensors, strict=True)) if fits else {}
 
 

@@ -59,12 +59,11 @@ def config_json(shape: ModelShape, eod_id: int) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(shape: ModelShape, eod: str) -> dict[str, Any]:
-    """Return tokenizer_config.json beside a tokenizer.json whose document end is `eod`."""
+def tokenizer_config(shape: ModelShape, eod: str | None) -> dict[str, Any]:
+    """Return tokenizer_config.json beside a tokenizer.json whose document end is `eod`, if it has one."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eod,
-        "bos_token": eod,
+        **({"eos_token": eod, "bos_token": eod} if eod is not None else {}),
         "model_max_length": shape.max_seq_len,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
@@ -81,7 +80,7 @@ def model_of(config: dict[str, Any], where: str) -> Model:
         return kinds[kind](config, where)
     except KeyError as error:
         raise InputError(f"{where} has no entry {error}") from error
-    except ValueError as error:  # pydantic's, too
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:  # pydantic's, too
         raise InputError(f"{where} has an impossible value: {error}") from error
 
 
@@ -109,7 +108,10 @@ def _llama_of(config: dict[str, Any], where: str) -> Model:
     _refuse(config, where, "attention_bias", (False, None))
     _refuse(config, where, "mlp_bias", (False, None))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse(rope, f"rope_parameters of {where}", "rope_type", ("default", None))
+    kind = {"rope_type": rope.get("rope_type", rope.get("type"))}  # its name before version 4.43
+    _refuse(kind, where, "rope_type", ("default", None))
+    for place in (config, rope):
+        _refuse(place, where, "partial_rotary_factor", (1, 1.0, None))
     heads, width = config["num_attention_heads"], config["hidden_size"]
     _refuse(config, where, "head_dim", (width // heads, None))
     return Model(
@@ -136,33 +138,39 @@ def _refuse(config: dict[str, Any], where: str, name: str, allowed: tuple[Any, .
 
 
 def card(shape: ModelShape, state: dict[str, Any], *, has_tokenizer: bool) -> str:
-    """Return README.md: what the model is, what it was trained on, how to load it."""
-    trained = f"{state.get('step', 0):,} steps, {state.get('tokens', 0):,} tokens"
-    datasets = [entry.get("name") or entry.get("fingerprint", "?") for entry in state.get("datasets", [])]
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [shoal]",
-        "---",
-        "",
-        f"# A {shape.style} decoder of {shape.n_layers} layers, {shape.d_model} wide",
-        "",
-        f"Trained with Shoal: {trained}" + (f", on {', '.join(map(str, datasets))}." if datasets else "."),
-        "",
-        "| | |",
-        "| --- | --- |",
-        f"| layers, width, heads | {shape.n_layers}, {shape.d_model}, {shape.n_heads} |",
-        f"| positions | {shape.max_seq_len} |",
-        f"| vocabulary | {shape.vocab_size} |",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")' if has_tokenizer else "# no tokenizer",
-        "```",
-        "",
-    ]
-    if state.get("lineage"):
-        lines += ["## Lineage", "", "```json", json.dumps(state["lineage"], indent=1), "```", ""]
-    return "\n".join(lines)
+    """Return README.md: what the model is, how far it was trained, how to load it; no local paths."""
+    imported = [entry["imported"] for entry in state.get("lineage", []) if "imported" in entry]
+    origin = f", from weights of {imported[0].get('format', 'another program')}" if imported else ""
+    steps = 0 if imported and not state.get("datasets") else state.get("step", 0)
+    loading = ['model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")']
+    if has_tokenizer:
+        loading.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
+    data = ", ".join(str(entry.get("fingerprint", "?"))[:12] for entry in state.get("datasets", []))
+    rows = {
+        "layers, width, heads": f"{shape.n_layers}, {shape.d_model}, {shape.n_heads}",
+        "positions": shape.max_seq_len,
+        "vocabulary": shape.vocab_size,
+        "trained with Shoal": f"{steps:,} steps, {state.get('tokens', 0):,} tokens{origin}",
+        "datasets, by fingerprint": data or "none",
+    }
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [shoal]",
+            "---",
+            "",
+            f"# A {shape.style} decoder of {shape.n_layers} layers, {shape.d_model} wide",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *(f"| {name} | {value} |" for name, value in rows.items()),
+            "",
+            "```python",
+            f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
+            *loading,
+            "```",
+            "",
+        ]
+    )

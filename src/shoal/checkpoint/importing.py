@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -61,6 +62,8 @@ def run(path: Path, target: Path, wanted: Wanted) -> None:
         commit.commit(hidden, manifest, target)
     except OSError as error:
         raise disk_error(error, target) from error
+    except SafetensorError as error:  # its words for a full disk, too
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     shape = foreign.shape
@@ -90,22 +93,28 @@ def named_weights(foreign: Foreign, entries: list[Entry]) -> Iterator[tuple[str,
     """Yield the weights of our decoder by name; biases that nanoGPT left out are 0."""
     for entry in entries:
         yield from ours(entry, foreign.parts(entry.theirs), foreign.shape)
-    if foreign.family == "nanogpt":
-        held = {entry.theirs for entry in entries}
-        for entry in table("nanogpt", foreign.shape):
-            if entry.theirs not in held:
-                rows = foreign.names[entry.theirs.removesuffix("bias") + "weight"][0]
-                yield from ours(entry, [torch.zeros(rows)], foreign.shape)
+    for entry, zeros in _left_out(foreign, entries):
+        yield from ours(entry, [zeros], foreign.shape)
 
 
 def _moments(foreign: Foreign, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
     assert foreign.moments is not None
-    for entry in entries:
-        for key in ("exp_avg", "exp_avg_sq"):
-            for name, tensor in ours(entry, foreign.moments(entry.theirs, key), foreign.shape):
+    step = torch.tensor(float(foreign.optimizer_step))
+    for key in ("exp_avg", "exp_avg_sq"):
+        held = [(entry, foreign.moments(entry.theirs, key)) for entry in entries]
+        for entry, parts in held + [(entry, [zeros]) for entry, zeros in _left_out(foreign, entries)]:
+            for name, tensor in ours(entry, parts, foreign.shape):
                 yield f"{name}.{key}", tensor
-        for name in entry.ours:
-            yield f"{name}.step", torch.tensor(float(foreign.optimizer_step))
+                if key == "exp_avg":
+                    yield f"{name}.step", step.clone()
+
+
+def _left_out(foreign: Foreign, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
+    """Return the biases that a model of nanoGPT was made without."""
+    held = {entry.theirs for entry in entries}
+    lacking = [e for e in table(foreign.family, foreign.shape) if e.theirs not in held]
+    weights = [foreign.names[entry.theirs.removesuffix("bias") + "weight"] for entry in lacking]
+    return [(entry, torch.zeros(shape[0])) for entry, shape in zip(lacking, weights, strict=True)]
 
 
 def _write_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -17,6 +17,7 @@ from shoal.infer.load import load_decoder
 from shoal.models.decoder import Decoder
 from shoal.runtime.files import hash_file, write_json
 from shoal.runtime.log import log
+from shoal.scoring import perplexity
 
 LOGITS, LOSS = 5e-6, 1e-5  # the largest differences that rounding makes in fp32; of logits of order 1
 _SEQUENCES, _LENGTH = 4, 64
@@ -33,9 +34,9 @@ def certify(checkpoint: Path, folder: Path) -> bool:
         return False
     decoder, _ = load_decoder(checkpoint, torch.device("cpu"))
     found = _compare(decoder, folder)
-    proven = found["largest_logit_difference"] <= found["limits"]["logits"] and (
-        found["loss_difference"] <= LOSS
-    )
+    limits = found["limits"]
+    proven = found["largest_logit_difference"] <= limits["logits"]
+    proven = proven and found["loss_difference"] <= limits["loss"]
     certificate = {
         "checkpoint": checkpoint.name,
         "proven": proven,
@@ -73,12 +74,13 @@ def _compare(decoder: Decoder, folder: Path) -> dict[str, Any]:
             "limits": {"logits": LOGITS, "loss": LOSS},
         }
     difference = (ours_btv - theirs_btv).abs().max().item()
+    scale = max(1.0, ours_btv.abs().max().item())
     losses = [_loss(logits_btv, tokens) for logits_btv in (ours_btv, theirs_btv)]
     return {
         "largest_logit_difference": difference,
         "loss_difference": abs(losses[0] - losses[1]),
-        "perplexity": {"shoal": math.exp(losses[0]), "transformers": math.exp(losses[1])},
-        "limits": {"logits": LOGITS * max(1.0, ours_btv.abs().max().item()), "loss": LOSS},
+        "perplexity": {"shoal": perplexity(losses[0]), "transformers": perplexity(losses[1])},
+        "limits": {"logits": LOGITS * scale, "loss": LOSS * scale},
         "sequences": {
             "count": _SEQUENCES,
             "tokens": length,

@@ -15,7 +15,7 @@ from shoal.errors import InputError, ShoalError
 from shoal.infer.load import TextModel, load_text_model
 from shoal.runtime.device import select_device, share_cores
 
-_PATIENCE = timedelta(seconds=120)  # for a process to start, and for one step of another
+_PATIENCE = timedelta(minutes=30)  # for a process to start, and for one batch of another
 _FOREVER = timedelta(days=30)  # between two prompts
 
 
@@ -26,7 +26,7 @@ def load_cut(path: Path, device: str, tp: int, nproc: int = 0) -> Iterator[TextM
     Each `tp` of them are a replica, which shares the model.
     """
     nproc = nproc or tp
-    if tp < 1 or nproc % tp:
+    if tp < 1 or nproc < 1 or nproc % tp:
         raise InputError(
             f"--tp {tp} with {nproc} process(es): each replica takes --tp of them",
             hint=f"use --nproc {max(1, tp)} or a multiple of it",

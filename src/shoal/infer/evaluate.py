@@ -82,15 +82,16 @@ def evaluate(loaded: TextModel, measure: Measure) -> dict[str, Found]:
 
 def of_text(loaded: TextModel, text: str, measure: Measure) -> Found:
     """Return loss, perplexity and bits a byte of one document, its first token given a document's begin."""
-    tokens = np.array([loaded.eod_id, *loaded.tokenizer.encode(text)])
-    return _by_byte(*_total_loss(loaded, tokens, measure), len(text.encode()))
+    (tokens,) = loaded.tokenizer.encode_batch([text])
+    tokens = np.concatenate((np.array([loaded.eod_id], tokens.dtype), tokens))
+    return _by_byte(loaded, tokens, measure, len(text.encode()))
 
 
 def of_wikitext(loaded: TextModel, text: str, measure: Measure) -> Found:
     """Return the same of the text as it was written, and the perplexity by words of the original."""
-    words = len(text.split())
+    words = max(1, len(text.split()))
     found = of_text(loaded, undo_moses(text), measure)
-    return {**found, "words": words, "word_perplexity": perplexity(found["loss_sum"] / words)}
+    return {**found, "words": words, "word_perplexity": _finite(perplexity(found["loss_sum"] / words))}
 
 
 def of_split(loaded: TextModel, folder: Path, measure: Measure) -> Found:
@@ -105,10 +106,10 @@ def of_split(loaded: TextModel, folder: Path, measure: Measure) -> Found:
     split = dataset.split(measure.split)
     if split is None:
         raise DataError(f"{folder} has no split {measure.split!r}", hint="use train, validation or test")
-    tokens = np.append(loaded.eod_id, split.tokens)
+    tokens = np.concatenate((np.array([loaded.eod_id], split.tokens.dtype), split.tokens))
     documents = np.split(tokens, np.flatnonzero(tokens == loaded.eod_id))
     num_bytes = sum(len(loaded.tokenizer.decode(document[1:].tolist()).encode()) for document in documents)
-    return _by_byte(*_total_loss(loaded, tokens, measure), num_bytes)
+    return _by_byte(loaded, tokens, measure, num_bytes)
 
 
 def of_lambada(loaded: TextModel, passages: Sequence[tuple[str, str]], measure: Measure) -> Found:
@@ -126,20 +127,8 @@ def of_lambada(loaded: TextModel, passages: Sequence[tuple[str, str]], measure: 
     return {
         "passages": len(spans),
         "accuracy": sum(one.greedy for one in scores) / len(spans),
-        "perplexity": perplexity(sum(one.loss for one in scores) / len(spans)),
+        "perplexity": _finite(perplexity(sum(one.loss for one in scores) / len(spans))),
     }
-
-
-def _total_loss(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure) -> tuple[float, int]:
-    seq_len = _seq_len(loaded, measure)
-    stride = measure.stride or seq_len
-    if stride > seq_len:
-        raise InputError(
-            f"--stride {stride} is longer than the window of {seq_len} tokens, and would leave targets out",
-            hint=f"use --stride {seq_len} or less",
-        )
-    scores = _scored(loaded, sliding_spans(tokens, seq_len, stride), measure)
-    return math.fsum(one.loss for one in scores), len(tokens) - 1
 
 
 def _seq_len(loaded: TextModel, measure: Measure) -> int:
@@ -164,17 +153,33 @@ def _scored(loaded: TextModel, spans: Sequence[Span], measure: Measure) -> list[
     return [one for n in steps for one in loaded.score(spans[n : n + size], measure.batch_size)]
 
 
-def _by_byte(loss_sum: float, tokens: int, num_bytes: int) -> Found:
-    mean = loss_sum / tokens
-    bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
+def _by_byte(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure, num_bytes: int) -> Found:
+    seq_len = _seq_len(loaded, measure)
+    stride = measure.stride or seq_len
+    if stride > seq_len:
+        raise InputError(
+            f"--stride {stride} is longer than the window of {seq_len} tokens, and would leave targets out",
+            hint=f"use --stride {seq_len} or less",
+        )
+    if len(tokens) < 2:
+        raise DataError("there is no token to score")
+    loss_sum = math.fsum(one.loss for one in _scored(loaded, sliding_spans(tokens, seq_len, stride), measure))
+    mean = loss_sum / (len(tokens) - 1)
     return {
-        "tokens": tokens,
+        "seq_len": seq_len,
+        "stride": stride,
+        "tokens": len(tokens) - 1,
         "bytes": num_bytes,
         "loss_sum": loss_sum,
         "loss": mean,
-        "perplexity": perplexity(mean),
-        "bits_per_byte": bits,
+        "perplexity": _finite(perplexity(mean)),
+        "bits_per_byte": loss_sum / math.log(2) / num_bytes if num_bytes else None,
     }
+
+
+def _finite(value: float) -> float | None:
+    """Return None for what JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 def _trained_on(loaded: TextModel) -> list[Path]:

@@ -78,11 +78,12 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "tp"))
         replica, replicas = mesh.get_local_rank("replica"), sizes[0]
     if is_foreign(path):
+        checkpoint = path
         model, tokenizer, eod_id = load_foreign(path, device, tp)
-        return TextModel(model, tokenizer, eod_id, path, replica, replicas)
-    checkpoint = resolve_checkpoint(path)
-    model, eod_id = load_decoder(checkpoint, device, mesh["tp"] if mesh is not None and tp > 1 else None)
-    tokenizer = load_tokenizer(checkpoint)
+    else:
+        checkpoint = resolve_checkpoint(path)
+        model, eod_id = load_decoder(checkpoint, device, mesh["tp"] if mesh is not None and tp > 1 else None)
+        tokenizer = load_tokenizer(checkpoint)
     if tokenizer.vocab_size > model.shape.vocab_size:
         raise CheckpointError(
             f"the tokenizer in {checkpoint} has {tokenizer.vocab_size} ids, its model "
@@ -131,13 +132,13 @@ def load_foreign(path: Path, device: torch.device, tp: int) -> tuple[Decoder, To
             hint=f"make a checkpoint of it first: shoal import {path} NEW",
         )
     foreign = open_foreign(path, Told())
+    entries = foreign.entries()  # refuses a shape that its files do not hold, before room is made for it
     tokenizer = load_tokenizer(path)
     with torch.device("meta"):
         model = Decoder(foreign.shape)
     model.to_empty(device=device)
     weights = model.named_weights()
     with torch.no_grad():
-        for name, tensor in named_weights(foreign, foreign.entries()):
+        for name, tensor in named_weights(foreign, entries):
             weights[name].copy_(tensor)
-    eod_id = tokenizer.eod_id if foreign.eod_id is None else foreign.eod_id
-    return model.eval(), tokenizer, eod_id
+    return model.eval(), tokenizer, tokenizer.eod_id if foreign.eod_id is None else foreign.eod_id

@@ -51,7 +51,7 @@ def undo_moses(text: str) -> str:
 def read_passages(path: Path) -> list[tuple[str, str]]:
     """Read LAMBADA's JSON lines as (context, last word with the space before it)."""
     passages = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         return 0.02 / (2 * self.shape.n_layers) ** 0.5 if residual else 0.02
 
     def rows_in_use(self, name: str) -> int | None:
-        """Return how many rows of a matrix stand for token ids; the padding after them is 0 for ever."""
+        """Return how many rows of a matrix stand for token ids; the padding after them begins as 0."""
         return self.shape.vocab_size if name in (TIED, "head.weight") else None
 
     def smallest_call(self, device: torch.device) -> dict[str, Tensor]:

@@ -83,8 +83,7 @@ class Sharding:
 
     def micro_step(self, model: Decoder, *, last: bool) -> None:
         """Prepare the backward pass of one micro-step."""
-        with self._phase("communication"):
-            self._scatter.wait()
+        self._scatter.wait()
         sharded = cast(FSDPModule, model)
         # Sums are added to what a step has so far, at once, or become the gradient and can come later.
         first_sums = self._zero == 1 or model not in self._begun
