@@ -72,6 +72,12 @@ BARE = "bare torch tp2"
 OFFLOAD = " offload"
 SMALL = " in small micro-batches"
 SKIPPED = 6  # steps of each run that do not count
+FLOORS = {  # on CPUs, with two processes
+    "zero2x2 / dp2": 0.9,
+    "zero3x2 / dp2": 0.75,
+    "tp2 / bare torch tp2": 1.0,
+    "pp2 in small micro-batches / (dp2 x bubble formula)": 0.85,
+}
 
 
 def layouts_for(device: str, ranks: int) -> list[str]:
@@ -239,6 +245,10 @@ def main() -> None:
     output = wish.output or RECORDS / "layouts.json"
     figures = {"work": work, "summary": told, "steps": wish.steps, "results": results}
     write_record(output.stem, figures, output.parent)
+    if not (wish.tiny or on_gpus) and (
+        missed := [name for name, least in FLOORS.items() if told.get(name, least) < least]
+    ):
+        sys.exit(f"error: {', '.join(f'{name} is {told[name]}' for name in missed)}")
 
 
 if __name__ == "__main__":
