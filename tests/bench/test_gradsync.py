@@ -65,7 +65,7 @@ def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monke
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_ends_the_training_and_leaves_what_was_measured(tmp_path, number):
     runs, record = tmp_path / "runs", tmp_path / "r.json"
-    words = ["--networks", "gpt", "--workers", "1", "2", "--steps", "300", "--strategies", "tree_update"]
+    words = ["--networks", "gpt", "--workers", "1", "2", "--steps", "60", "--strategies", "tree_update"]
     words += ["--data", str(random_dataset(tmp_path / "data")), "--runs", str(runs), "--json", str(record)]
     bench = [sys.executable, "-m", "shoal", "bench", "gradsync"]
     process = subprocess.Popen([*bench, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
