@@ -71,12 +71,10 @@ class _CrossEntropySum(torch.autograd.Function):
             ctx.how.to_gradient(logits_nv[rows], log_total_n[rows], grads[0])
         # The target's own, softmax - 1, is small where the model is right: worked out before any rounding.
         target_n = ((picked_n - log_total_n).expm1() * grads[0]).to(logits_nv.dtype)
-        softmax_n1 = logits_nv.gather(1, column_n[:, None])
-        return (
-            logits_nv.scatter_(1, column_n[:, None], target_n[:, None].where(held_n[:, None], softmax_n1)),
-            None,
-            None,
-        )
+        # Not scatter_, which on a CPU makes two copies of all logits.
+        places = torch.arange(len(column_n), device=column_n.device), column_n
+        logits_nv[places] = target_n.where(held_n, logits_nv[places])
+        return logits_nv, None, None
 
 
 def _log_total(logits_nv: Tensor) -> Tensor:
