@@ -32,3 +32,20 @@ def test_training_stops_with_a_sentence_and_goes_on_once_there_is_room(small_dis
     assert again.returncode == 0, again.stderr
     assert f"resumed from {kept}" in again.stdout
     assert resolve_checkpoint(run).name == "step-00000020"
+
+
+def test_models_that_do_not_fit_go_neither_in_nor_out(small_disk: Path, tmp_path: Path):
+    data, run = random_dataset(tmp_path / "data"), tmp_path / "run"
+    wide = ["--model.n-layers=2", "--model.d-model=512", "--model.n-heads=4", "--train.steps=1"]
+    trained = commands.run("train", "tiny", f"--data={data}", f"--run-dir={run}", *wide, timeout=200)
+    assert trained.returncode == 0, trained.stderr
+    out = commands.run("export", run, tmp_path / "out", "--no-prove")
+    assert out.returncode == 0, out.stderr
+    for words in (
+        ["export", run, small_disk / "out", "--no-prove"],
+        ["import", tmp_path / "out", small_disk / "in"],
+    ):
+        full = commands.run(*words)
+        assert full.returncode == 1
+        assert "the disk is full: cannot write" in full.stderr
+        assert list(small_disk.iterdir()) == []

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from shoal.checkpoint import foreign
 from shoal.checkpoint.export import export
 from shoal.checkpoint.foreign import Told, read_pickle
 from shoal.checkpoint.importing import Wanted, run
-from shoal.checkpoint.manifest import verify
+from shoal.checkpoint.manifest import file_entry, read_manifest, verify
 from shoal.config.layout import parse_layout
 from shoal.errors import CheckpointError, InputError
 from shoal.infer.load import load_decoder
@@ -478,6 +479,19 @@ def test_a_configuration_that_our_decoder_does_not_compute_is_refused(tmp_path, 
     with pytest.raises(InputError) as caught:
         run(tmp_path / "theirs", tmp_path / "ours", Wanted())
     assert words in str(caught.value)
+
+
+def test_a_checkpoint_whose_state_is_garbled_is_a_sentence(tmp_path):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    state = tmp_path / "ours/state.json"
+    state.write_text(json.dumps({"step": 0}))
+    manifest = read_manifest(tmp_path / "ours")
+    listed = manifest.files | {"state.json": file_entry(state)}
+    (tmp_path / "ours/manifest.json").write_text(replace(manifest, files=listed).to_json())
+    with pytest.raises(CheckpointError, match="lacks or garbles 'vocab_size'"):
+        export(tmp_path / "ours", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):

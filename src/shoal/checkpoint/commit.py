@@ -23,7 +23,7 @@ from shoal.checkpoint.manifest import (
     step_of,
 )
 from shoal.errors import InputError, ShoalError
-from shoal.runtime.files import fsync_dir, write_text
+from shoal.runtime.files import fsync, write_text
 from shoal.runtime.log import log
 
 LATEST = "LATEST"
@@ -69,7 +69,7 @@ def adopt(checkpoint: Path, name: str, source: Path) -> None:
         os.fsync(ours.fileno())
     (checkpoint / name).parent.mkdir(exist_ok=True)
     copy.rename(checkpoint / name)
-    fsync_dir((checkpoint / name).parent)
+    fsync((checkpoint / name).parent)
 
 
 def end_whole(checkpoint: Path) -> None:
@@ -89,17 +89,17 @@ def write_files(hidden: Path, files: dict[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
-def commit(hidden: Path, manifest: Manifest, target: Path | None = None) -> Path:
-    """Write the manifest, then give the folder its visible name, its step's or `target`; return that path.
+def commit(hidden: Path, manifest: Manifest) -> Path:
+    """Write the manifest, then give the folder its visible name; return that path.
 
     All files in it must be on disk already.
     """
-    target = target or hidden.parent / step_name(manifest.step)
+    target = hidden.parent / step_name(manifest.step)
     write_files(hidden, {MANIFEST: manifest.to_json().encode()})
     for folder in (*(path for path in hidden.iterdir() if path.is_dir()), hidden):
-        fsync_dir(folder)
+        fsync(folder)
     hidden.rename(target)  # fails where a step of that name exists; an empty folder is no checkpoint
-    fsync_dir(hidden.parent)
+    fsync(hidden.parent)
     return target
 
 
@@ -125,7 +125,7 @@ def set_aside(checkpoint: Path) -> Path:
         target = checkpoint.with_name(f"bad-{checkpoint.name}{suffix}")
         if not target.exists():
             checkpoint.rename(target)
-            fsync_dir(checkpoint.parent)
+            fsync(checkpoint.parent)
             return target
     raise InputError(f"{checkpoint.parent} holds a thousand damaged copies of {checkpoint.name}")
 
@@ -134,7 +134,7 @@ def remove(checkpoint: Path) -> None:
     """Remove a checkpoint; a kill in the middle leaves a hidden folder, never half a checkpoint."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.rm-{secrets.token_hex(4)}")
     checkpoint.rename(hidden)
-    fsync_dir(checkpoint.parent)
+    fsync(checkpoint.parent)
     shutil.rmtree(hidden)
 
 

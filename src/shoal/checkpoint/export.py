@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.checkpoint.hugging_face import card, config_json, tokenizer_config
-from shoal.checkpoint.manifest import WEIGHTS, read_state, read_text, resolve_checkpoint
+from shoal.checkpoint.manifest import WEIGHTS, read_decoder, read_state, resolve_checkpoint
 from shoal.checkpoint.tables import EMBEDDINGS, Entry, family_of, table
-from shoal.checkpoint.tensors import mismatches, read_folder, refuse_mismatches, saved_shapes
-from shoal.config.load import config_from_toml
+from shoal.checkpoint.tensors import mismatches, read_folder, refuse_mismatches, saved_shapes, write_file
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME
-from shoal.errors import CheckpointError, InputError
-from shoal.models.shape import ModelShape, resolve_shape
-from shoal.runtime.files import disk_error, fsync_dir
+from shoal.models.shape import ModelShape
+from shoal.runtime.files import new_folder
 
 SHARD_BYTES = 1 << 30
 _READ_BYTES = 128 << 20  # at a time: each read looks into the headers of all files
@@ -34,31 +28,11 @@ def export(path: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
 
     Tensor by tensor: no more than one output file is in memory. The folder appears when it is complete.
     """
-    if target.exists():
-        raise InputError(f"{target} exists already", hint="name a new folder")
-    checkpoint = resolve_checkpoint(path)
-    state = read_state(checkpoint)
-    config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
-    if config.model.network != "decoder":
-        raise InputError(f"{checkpoint} holds the network {config.model.network}: transformers has no such")
-    shape = resolve_shape(config.model, int(state["vocab_size"]))
-    hidden = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        hidden.mkdir(parents=True)
+    with new_folder(target) as hidden:
+        checkpoint = resolve_checkpoint(path)
+        shape, eod_id = read_decoder(checkpoint)
         _write_weights(hidden, checkpoint, shape, shard_bytes)
-        _write_texts(hidden, checkpoint, shape, state)
-        for file in hidden.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        fsync_dir(hidden)
-        hidden.rename(target)
-        fsync_dir(target.parent)
-    except OSError as error:
-        raise disk_error(error, target) from error
-    except SafetensorError as error:  # its words for a full disk, too
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        _write_texts(hidden, checkpoint, shape, eod_id)
     return checkpoint
 
 
@@ -78,7 +52,7 @@ def _write_weights(folder: Path, checkpoint: Path, shape: ModelShape, shard_byte
         tensors: dict[str, Tensor] = {}
         for batch in _shards(shard, shapes, min(shard_bytes, _READ_BYTES)):
             tensors |= _theirs(batch, checkpoint, shapes, shape)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        write_file(folder / file, tensors)
         names |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -114,10 +88,9 @@ def _theirs(
     return found
 
 
-def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, state: dict[str, Any]) -> None:
+def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, eod_id: int) -> None:
     from tokenizers import Tokenizer
 
-    eod_id = int(state["eod_id"])
     files: dict[str, Any] = {
         "config.json": config_json(shape, eod_id),
         "generation_config.json": {"bos_token_id": eod_id, "eos_token_id": eod_id},
@@ -130,4 +103,4 @@ def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, state: dict[
         files["tokenizer_config.json"] = tokenizer_config(shape, word)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
-    (folder / "README.md").write_text(card(shape, state, has_tokenizer=JSON_NAME in held))
+    (folder / "README.md").write_text(card(shape, read_state(checkpoint), has_tokenizer=JSON_NAME in held))

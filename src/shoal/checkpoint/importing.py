@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.checkpoint import commit
 from shoal.checkpoint.foreign import Foreign, Told, open_foreign
-from shoal.checkpoint.manifest import STATE, WEIGHTS, Manifest, file_entry
+from shoal.checkpoint.manifest import MANIFEST, STATE, WEIGHTS, Manifest, file_entry
 from shoal.checkpoint.tables import EMBEDDINGS, Entry, table
-from shoal.checkpoint.tensors import FILE_BYTES
+from shoal.checkpoint.tensors import FILE_BYTES, write_file
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer, read_tokenizer
 from shoal.errors import CheckpointError, DataError, InputError
 from shoal.models.shape import ModelShape
-from shoal.runtime.files import disk_error, fsync_dir
+from shoal.runtime.files import new_folder
 
 
 @dataclass(frozen=True)
@@ -41,31 +36,21 @@ class Wanted:
 
 def run(path: Path, target: Path, wanted: Wanted) -> None:
     """Import `path` as the checkpoint `target`, a new folder; print what came along and what did not."""
-    if target.exists():
-        raise InputError(f"{target} exists already", hint="name a new folder")
     if not path.exists():
         raise InputError(f"{path} does not exist", hint="give the folder or file of the other program")
     foreign = open_foreign(path, wanted.told)
     entries = foreign.entries()
     tokenizer, eod_id = _vocabulary(foreign, wanted)
-    hidden = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        hidden.mkdir(parents=True)
+    with new_folder(target) as hidden:
         _write_folder(hidden / WEIGHTS, named_weights(foreign, entries))
         if foreign.moments is not None:
             _write_folder(hidden / "optimizer", _moments(foreign, entries))
-        config = Config(model=foreign.model)
-        state = json.dumps(_state(foreign, eod_id), indent=1).encode()
-        commit.write_files(hidden, {"config.toml": to_toml(config).encode(), STATE: state, **tokenizer})
+        config = to_toml(Config(model=foreign.model))
+        state = json.dumps(_state(foreign, eod_id), indent=1)
+        commit.write_files(hidden, {"config.toml": config.encode(), STATE: state.encode(), **tokenizer})
         files = {str(file.relative_to(hidden)): file for file in sorted(hidden.rglob("*")) if file.is_file()}
         manifest = Manifest(foreign.step, {name: file_entry(file) for name, file in files.items()})
-        commit.commit(hidden, manifest, target)
-    except OSError as error:
-        raise disk_error(error, target) from error
-    except SafetensorError as error:  # its words for a full disk, too
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        commit.write_files(hidden, {MANIFEST: manifest.to_json().encode()})
     shape = foreign.shape
     print(
         f"{target}: a {shape.style} decoder of {shape.n_layers} layers, {shape.d_model} wide, "
@@ -126,10 +111,7 @@ def _write_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     def flush() -> None:
         nonlocal number
         number += 1
-        file = folder / f"shard-{number:05d}.safetensors"
-        save_file(batch, file)
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
+        write_file(folder / f"shard-{number:05d}.safetensors", batch)
         batch.clear()
 
     for name, tensor in tensors:
@@ -138,7 +120,6 @@ def _write_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         batch[name] = tensor
     if batch:
         flush()
-    fsync_dir(folder)
 
 
 def _vocabulary(foreign: Foreign, wanted: Wanted) -> tuple[dict[str, bytes], int]:

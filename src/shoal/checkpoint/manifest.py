@@ -16,7 +16,9 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from shoal.config.load import config_from_toml
 from shoal.errors import CheckpointError, InputError, ShoalError
+from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import MAX_JSON_BYTES, hash_file, read_json
 
 FORMAT = "shoal-checkpoint-1"
@@ -158,6 +160,22 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{checkpoint / STATE} is not a JSON object")
     return state
+
+
+def read_decoder(checkpoint: Path) -> tuple[ModelShape, int]:
+    """Return the shape of the decoder in a checkpoint, and the id that ends a document."""
+    state = read_state(checkpoint)
+    config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
+    if config.model.network != "decoder":
+        raise InputError(
+            f"{checkpoint} holds the network {config.model.network}: only decoders write text",
+            hint="give a run of a GPT, such as `shoal train tiny` makes",
+        )
+    try:
+        vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+    return resolve_shape(config.model, vocab_size), eod_id
 
 
 def verify(checkpoint: Path, *, part: int = 0, parts: int = 1) -> list[str]:

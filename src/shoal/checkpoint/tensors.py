@@ -6,6 +6,7 @@ its sub-folder: `model.blocks.0.up.weight` is the tensor `blocks.0.up.weight` in
 
 from __future__ import annotations
 
+import errno
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -140,6 +143,15 @@ def _dcp(
             raise (
                 cause if isinstance(cause, Exception) else CheckpointError(f"stopped by {cause!r}")
             ) from error
+
+
+def write_file(path: Path, tensors: Tensors) -> None:
+    """Write whole tensors as one safetensors file; an OSError says what the disk said."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # holds the system's words, and no number
+        full = "No space left" in str(error) or "os error 28" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
 
 
 def saved_shapes(path: Path, folder_names: Iterable[str]) -> dict[str, torch.Size]:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from shoal.errors import DataError
-from shoal.runtime.files import disk_error, fsync_dir
+from shoal.runtime.files import disk_error, fsync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -122,7 +122,7 @@ class IndexedWriter:
             self._file.close()
             idx_hash = self._write_index()
             self._temporary.replace(self.bin_path)
-            fsync_dir(self.bin_path.parent)
+            fsync(self.bin_path.parent)
         except OSError as error:
             raise disk_error(error, self.bin_path) from error
         return {

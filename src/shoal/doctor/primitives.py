@@ -98,6 +98,7 @@ def try_as_rank(backend: str, device: str) -> None:
             outcome["ms"] = round(1e3 * (time.perf_counter() - began), 3)
             if not right:
                 outcome["status"] = "wrong"
+        # Back ends refuse what they cannot do by any of these, in words that have nothing in common.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if is_peer_loss(error):  # no refusal of the back end, but a fault: it ends the trials
                 raise

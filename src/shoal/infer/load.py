@@ -12,17 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.checkpoint.foreign import Told, open_foreign
 from shoal.checkpoint.importing import named_weights
-from shoal.checkpoint.manifest import MANIFEST, read_state, read_text, resolve_checkpoint
+from shoal.checkpoint.manifest import MANIFEST, read_decoder, resolve_checkpoint
 from shoal.checkpoint.tensors import load_weights
 from shoal.config.layout_rules import check_tensor_cut
-from shoal.config.load import config_from_toml
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import CheckpointError, InputError
 from shoal.infer.generate import Row, generate
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Score, Span, score
 from shoal.models.decoder import Decoder
-from shoal.models.shape import resolve_shape
 from shoal.parallel.tensor import cut_for_inference
 
 
@@ -97,18 +95,7 @@ def load_decoder(
     checkpoint: Path, device: torch.device, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, int]:
     """Load a checkpoint's model, or this rank's part along `mesh`; return it and the id that ends texts."""
-    state = read_state(checkpoint)
-    config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
-    if config.model.network != "decoder":
-        raise InputError(
-            f"{checkpoint} holds the network {config.model.network}: only decoders write text",
-            hint="give a run of a GPT, such as `shoal train tiny` makes",
-        )
-    try:
-        vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
-    shape = resolve_shape(config.model, vocab_size)
+    shape, eod_id = read_decoder(checkpoint)
     check_tensor_cut(shape, mesh.size() if mesh is not None else 1)
     with torch.device("meta"):
         model = Decoder(shape)

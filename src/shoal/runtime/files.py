@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,9 @@ MAX_JSON_BYTES = 64 << 20  # a larger JSON file is not one of ours
 _READ_BYTES = 4 << 20
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file's bytes, or the renames inside a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -46,11 +47,34 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        fsync_dir(path.parent)
+        fsync(path.parent)
     except OSError as error:
         raise disk_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden neighbour of `target` to write into; fsync and rename it when the block ends well.
+
+    On an error nothing is left. A `target` that exists is an InputError; a full disk is a ShoalError.
+    """
+    if target.exists():
+        raise InputError(f"{target} exists already", hint="name a new folder")
+    hidden = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        for path in sorted(hidden.rglob("*")):
+            fsync(path)
+        fsync(hidden)
+        hidden.rename(target)
+        fsync(target.parent)
+    except OSError as error:
+        raise disk_error(error, target) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextmanager

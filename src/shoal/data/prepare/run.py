@@ -31,7 +31,7 @@ from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer,
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
 from shoal.errors import DataError, InputError, StoppedError
-from shoal.runtime.files import atomic_write, disk_error, fsync_dir, read_json, write_json
+from shoal.runtime.files import atomic_write, disk_error, fsync, read_json, write_json
 
 WORK_DIR = ".work"  # inside the dataset folder until it is finished
 STAGES_DIR = "stages"
@@ -322,7 +322,7 @@ def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
             old.unlink(missing_ok=True)
             if new.exists():
                 new.replace(old)
-        fsync_dir(paths.output)
+        fsync(paths.output)
         write_json(paths.output / MANIFEST, manifest)
         shutil.rmtree(paths.output / WORK_DIR)
     except OSError as error:
