@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from shoal.cli_models import evaluate, export, generate, import_
+from shoal.cli_models import evaluate, export, generate, import_, serve
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 
 app = App(
@@ -43,6 +43,7 @@ app.command(
 )
 app.command(generate)
 app.command(evaluate)
+app.command(serve)
 app.command(export)
 app.command(import_, name="import")
 

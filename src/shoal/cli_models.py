@@ -199,3 +199,52 @@ def evaluate(
 
     measure = Measure(text, wikitext, lambada, data, split, seq_len, stride, batch_size)
     run(checkpoint, measure, device, tp, nproc, json)
+
+
+def serve(
+    checkpoint: Path,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: Path | None = None,
+    batch_size: int = 8,
+    max_waiting: int = 256,
+    time_limit: float = 120.0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Answer requests for text over HTTP, as OpenAI's completions do, with a page to try the model at /.
+
+    Requests are computed together as they come. Streams, several prompts and samples, stop texts and seeds
+    are done; log-probabilities and penalties are refused. Ctrl-C stops.
+
+    Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
+
+    Example: shoal serve exported --host 0.0.0.0 --token-file token.txt
+
+    Parameters
+    ----------
+    checkpoint
+        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
+    host
+        Address to listen on; any but this machine's own needs a token.
+    port
+        Port to listen on; 0 takes a free one.
+    token_file
+        File with the word that clients must send: their API key.
+    batch_size
+        Texts computed at a time; each takes memory for all positions of the model.
+    max_waiting
+        Texts that may wait for that; more are refused for the moment (429).
+    time_limit
+        Seconds until an answer must be complete, waiting included.
+    device
+        auto takes a CUDA device where there is one.
+    """
+    try:
+        from shoal.infer.serve.server import Address, Limits, read_token, run
+    except ModuleNotFoundError as error:
+        raise InputError(f"`shoal serve` needs {error.name}", hint="pip install 'shoal[serve]'") from error
+
+    limits = Limits(batch_size=batch_size, waiting=max_waiting, request_s=time_limit)
+    run(checkpoint, Address(host, port, read_token(token_file)), limits, device)

@@ -43,7 +43,7 @@ def test_k_beyond_the_vocabulary_keeps_all_and_rows_are_filtered_apart():
 
 def test_draws_follow_the_probabilities_and_never_take_minus_infinity():
     generators = [row_generator(1, 0, sample) for sample in range(20_000)]
-    chosen = choose(LOGITS.expand(20_000, -1), Sampling(), generators)
+    chosen = choose(LOGITS.expand(20_000, -1), [Sampling()] * 20_000, generators)
     shares = torch.bincount(torch.tensor(chosen), minlength=6) / 20_000
     assert shares.tolist() == pytest.approx(LOGITS.softmax(-1)[0].tolist(), abs=0.015)
     assert shares[2] == shares[5] == 0
@@ -51,14 +51,14 @@ def test_draws_follow_the_probabilities_and_never_take_minus_infinity():
 
 def test_a_draw_at_the_very_end_stays_on_the_last_possible_id(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **kind: torch.ones(*size, dtype=torch.float64))
-    assert choose(LOGITS, Sampling(), [row_generator(1, 0, 0)]) == [4]
+    assert choose(LOGITS, [Sampling()], [row_generator(1, 0, 0)]) == [4]
 
 
 def test_temperature_sharpens_and_greedy_takes_the_likeliest():
     generators = [row_generator(1, 0, sample) for sample in range(200)]
-    assert set(choose(LOGITS.expand(200, -1), Sampling(temperature=0.05), generators)) == {3}
-    assert len(set(choose(LOGITS.expand(200, -1), Sampling(temperature=5.0), generators))) == 4
-    assert choose(LOGITS, Sampling(greedy=True), []) == [3]
+    assert set(choose(LOGITS.expand(200, -1), [Sampling(temperature=0.05)] * 200, generators)) == {3}
+    assert len(set(choose(LOGITS.expand(200, -1), [Sampling(temperature=5.0)] * 200, generators))) == 4
+    assert choose(LOGITS, [Sampling(greedy=True)], []) == [3]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from shoal.models.cache import KVCache
 from shoal.models.decoder import Decoder
 from shoal.models.shape import ModelShape
 from shoal.runtime.log import log
+
+Key = TypeVar("Key", bound=Hashable)
 
 DEFAULT_MAX_TOKENS = 256
 _PREFILL = 512  # tokens of a prompt that are read at a time
@@ -55,44 +58,121 @@ def _warn_of_length(max_seq_len: int) -> None:
 
 
 class Engine:
-    """Continues token sequences that come and go: the live ones are computed together, a token at a time."""
+    """Computes sequences that come and go: one that is read, and live ones, a token each at a time."""
 
     def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
-        """Make room for so many sequences at a time, of at most `capacity` tokens."""
+        """Make room for so many live sequences at a time, of at most `capacity` tokens."""
         assert model.head is not None, "only whole models generate"
         self._model, self._head = model, model.head
-        weight = model.head.weight
-        self._device = weight.device
-        self._cache = KVCache(model.shape, rows, capacity, weight.dtype, weight.device, model.head_parts)
+        self._device = model.head.weight.device
+        kind = (model.head.weight.dtype, self._device, model.head_parts)
+        self._cache = KVCache(model.shape, rows + 1, capacity, *kind)
+        self.rows, self.capacity = rows, capacity
         self.live = 0
 
     @torch.inference_mode()
-    def admit(self, tokens: Sequence[int]) -> Tensor:
-        """Take a sequence in as the last live one; return the logits of what follows it, [padded vocabulary].
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Read on in the sequence that is to come; return the logits of what follows, [padded vocabulary]."""
+        return self._logits(torch.tensor([tokens]), self.rows, 1)[0]
 
-        A long one is read in parts, so that what attention needs does not grow with its square.
-        """
-        self._cache.lengths[self.live] = 0
-        tokens_bt = torch.tensor([tokens], device=self._device)
-        for part_bt in tokens_bt.split(_PREFILL, dim=1):
-            x_btd = self._model.hidden(part_bt, cache=self._cache.part(self.live, 1))
+    def admit(self) -> None:
+        """Make the sequence that was read the last live one."""
+        self._cache.move(self.rows, self.live)
         self.live += 1
-        logits_v: Tensor = self._head(x_btd[:, -1])[0]
-        return logits_v
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with what is read."""
+        self._cache.lengths[self.rows] = 0
 
     @torch.inference_mode()
     def step(self, chosen: Sequence[int]) -> Tensor:
         """Give each live sequence its next token; return the logits of what follows, [live, vocabulary]."""
-        tokens_b1 = torch.tensor(chosen, device=self._device)[:, None]
-        x_btd = self._model.hidden(tokens_b1, cache=self._cache.part(0, self.live))
-        logits_bv: Tensor = self._head(x_btd[:, -1])
-        return logits_bv
+        return self._logits(torch.tensor(chosen)[:, None], 0, self.live)
 
     def drop(self, place: int) -> None:
         """Forget a live sequence; the last one takes its place."""
         self.live -= 1
         if place < self.live:
             self._cache.move(self.live, place)
+
+    def _logits(self, tokens_bt: Tensor, first: int, count: int) -> Tensor:
+        x_btd = self._model.hidden(tokens_bt.to(self._device), cache=self._cache.part(first, count))
+        logits_bv: Tensor = self._head(x_btd[:, -1])
+        return logits_bv
+
+
+@dataclass
+class _Live(Generic[Key]):
+    key: Key
+    sampling: Sampling
+    generator: torch.Generator
+    left: int
+
+
+class Batch(Generic[Key]):
+    """Rows that are continued together, each as if it were alone; they may come and go at any token."""
+
+    def __init__(self, engine: Engine, stop_id: int | None) -> None:
+        self._engine, self._stop_id = engine, stop_id
+        self._live: list[_Live[Key]] = []
+        self._logits_bv: list[Tensor] = []  # of the rows that have come since the last token, one each
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, key: Key, row: Row, sampling: Sampling) -> Iterator[int]:
+        """Read a prompt, at most 512 tokens at each turn of this iterator, then take the row in as `key`.
+
+        Yields how many were read: in parts, what attention needs does not grow with the square of the prompt,
+        and other rows can go on in between. Left before its end it takes nothing in.
+        """
+        self._engine.forget()
+        for first in range(0, len(row.tokens), _PREFILL):
+            part = row.tokens[first : first + _PREFILL]
+            logits_v = self._engine.read(part)
+            yield len(part)
+        self._engine.admit()
+        generator = row_generator(sampling.seed, row.prompt, row.sample)
+        self._live.append(_Live(key, sampling, generator, row.max_tokens))
+        self._logits_bv.append(logits_v[None])
+
+    def advance(self) -> list[tuple[Key, int | None]]:
+        """Choose a token for each row, in the order they came but for those that took a dropped one's place.
+
+        A None follows a row's last token, or stands for its `stop_id`; the row has left then.
+        """
+        live = self._live
+        chosen = choose(
+            torch.cat(self._logits_bv), [one.sampling for one in live], [one.generator for one in live]
+        )
+        told: list[tuple[Key, int | None]] = []
+        over = []
+        for place, (one, token) in enumerate(zip(live, chosen, strict=True)):
+            one.left -= 1
+            if token != self._stop_id:
+                told.append((one.key, token))
+            if token == self._stop_id or one.left == 0:
+                told.append((one.key, None))
+                over.append(place)
+        for place in reversed(over):
+            self._leave(place, chosen)
+        self._logits_bv = [self._engine.step(chosen)] if live else []
+        return told
+
+    def drop(self, key: Key) -> None:
+        """Let a row go that is not over."""
+        place = next(place for place, one in enumerate(self._live) if one.key == key)
+        logits = list(torch.cat(self._logits_bv).split(1))
+        self._leave(place, logits)
+        self._logits_bv = logits
+
+    def _leave(self, place: int, beside: list[Any]) -> None:
+        """Remove a row here and in a list with something for each; the last one takes its place."""
+        self._engine.drop(place)
+        for held in (self._live, beside):
+            held[place] = held[-1]
+            del held[-1]
 
 
 def generate(
@@ -102,23 +182,12 @@ def generate(
 
     A row ends with its `max_tokens` or before `stop_id`, which is not yielded.
     """
-    engine = Engine(model, len(rows), max(len(row.tokens) + row.max_tokens for row in rows))
-    generators = [row_generator(sampling.seed, row.prompt, row.sample) for row in rows]
-    left = [row.max_tokens for row in rows]
-    live = list(range(len(rows)))
-    logits_bv = torch.stack([engine.admit(row.tokens) for row in rows])
-    while live:
-        chosen = choose(logits_bv, sampling, [generators[row] for row in live])
-        done = []
-        for place, (row, token) in enumerate(zip(live, chosen, strict=True)):
-            if token != stop_id:
-                yield row, token
-                left[row] -= 1
-            if token == stop_id or left[row] == 0:
-                done.append(place)
-        for place in reversed(done):
-            engine.drop(place)
-            live[place], chosen[place] = live[-1], chosen[-1]
-            del live[-1], chosen[-1]
-        if live:
-            logits_bv = engine.step(chosen)
+    capacity = max(len(row.tokens) + row.max_tokens for row in rows)
+    batch: Batch[int] = Batch(Engine(model, len(rows), capacity), stop_id)
+    for number, row in enumerate(rows):
+        for _ in batch.add(number, row, sampling):
+            pass
+    while batch:
+        for number, token in batch.advance():
+            if token is not None:
+                yield number, token

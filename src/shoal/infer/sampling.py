@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,8 +42,24 @@ def row_generator(seed: int, prompt: int, sample: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
-def choose(logits_bv: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> list[int]:
+def choose(
+    logits_bv: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> list[int]:
     """Return one token id for each row; a column of -inf (padded vocabulary) is never chosen."""
+    alike: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        alike.setdefault(replace(sampling, seed=0), []).append(row)
+    if len(alike) == 1:
+        return _choose(logits_bv, samplings[0], generators)
+    chosen = [0] * len(samplings)
+    for sampling, rows in alike.items():
+        found = _choose(logits_bv[rows], sampling, [generators[row] for row in rows])
+        for row, token in zip(rows, found, strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _choose(logits_bv: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
     if sampling.greedy:
         return logits_bv.argmax(dim=-1).tolist()
     logits_bv = filter_logits(logits_bv.double() / sampling.temperature, sampling.top_k, sampling.top_p)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.data.tokenizer import TextStream
+from shoal.data.tokenizer import Tokenizer
 from shoal.infer.generate import Row, tokens_that_fit
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
+
+_CONTEXT = 16  # tokens; more than a character is cut into
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,49 @@ def prompt_rows(
     return [Row(tokens, fit, prompt=number, sample=sample) for sample in range(samples)]
 
 
+class Writer:
+    """Turns tokens that follow a prompt into text as they come, in whole characters, up to a stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._text = tokenizer.stream()
+        for token in prompt[-_CONTEXT:]:  # a text's first token may be written differently
+            self._text.push(token)
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""  # may be the begin of a stop text
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take a token; return the text that is certain by now."""
+        return self._pass(self._text.push(token))
+
+    def end(self) -> str:
+        """Return the rest; what the limit cut in half is left out."""
+        passed = self._pass(self._text.flush().rstrip("\ufffd"))
+        rest, self._held = self._held, ""
+        return passed + rest
+
+    def _pass(self, piece: str) -> str:
+        if not self._stops or self.stopped:
+            return "" if self.stopped else piece
+        text, self._held = self._held + piece, ""
+        found = [text.index(stop) for stop in self._stops if stop in text]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        longest = max(len(stop) for stop in self._stops) - 1
+        for begin in range(max(0, len(text) - longest), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self._stops):
+                self._held = text[begin:]
+                return text[:begin]
+        return text
+
+
 def stream(loaded: TextModel, row: Row, sampling: Sampling) -> Iterator[str]:
     """Yield the continuation of one row in pieces of whole characters, as it is made."""
-    text = _text_after(loaded, row)
+    writer = Writer(loaded.tokenizer, row.tokens)
     for _, token in loaded.generate([row], sampling):
-        yield text.push(token)
-    yield _rest(text)
+        yield writer.push(token)
+    yield writer.end()
 
 
 def complete(
@@ -54,20 +93,7 @@ def complete(
 
 
 def _completion(loaded: TextModel, row: Row, tokens: list[int]) -> Completion:
-    text = _text_after(loaded, row)
-    pieces = [text.push(token) for token in tokens]
+    writer = Writer(loaded.tokenizer, row.tokens)
+    pieces = [writer.push(token) for token in tokens]
     finish = "length" if len(tokens) == row.max_tokens else "eod"
-    return Completion("".join(pieces) + _rest(text), len(tokens), finish)
-
-
-def _text_after(loaded: TextModel, row: Row) -> TextStream:
-    """Return a decoder that has seen the prompt: a text's first token may be written differently."""
-    text = loaded.tokenizer.stream()
-    for token in row.tokens:
-        text.push(token)
-    return text
-
-
-def _rest(text: TextStream) -> str:
-    """Return the last whole characters; what the limit cut in half is left out."""
-    return text.flush().rstrip("\ufffd")
+    return Completion("".join(pieces) + writer.end(), len(tokens), finish)

@@ -1,0 +1,349 @@
+"""`shoal serve`: OpenAI's completions over HTTP, and a page to try a model on."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import resource
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from shoal.errors import InputError, ShoalError
+from shoal.infer.generate import Engine, Row
+from shoal.infer.load import TextModel, load_text_model
+from shoal.infer.serve.api import Answer, CompletionRequest, choice, failure, usage
+from shoal.infer.serve.batcher import Batcher, BusyError, GoneError, Ticket
+from shoal.infer.serve.http import Guard, TimedProtocol
+from shoal.infer.text import Writer
+from shoal.runtime.device import select_device
+
+T = TypeVar("T")
+
+_SHORTEST_TOKEN = 16
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may take of the server."""
+
+    batch_size: int = 8  # texts computed at a time
+    waiting: int = 256  # texts that wait for that
+    body_bytes: int = 256 << 10
+    body_s: float = 10.0  # for a request to arrive whole
+    request_s: float = 120.0  # for its answer
+    stall_s: float = 30.0  # that a client may leave its answer unread
+
+    def __post_init__(self) -> None:
+        for name, option in (
+            ("batch_size", "batch-size"),
+            ("waiting", "max-waiting"),
+            ("request_s", "time-limit"),
+        ):
+            if (value := getattr(self, name)) <= 0:
+                raise InputError(f"--{option} {value} is not allowed", hint="use 1 or more")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; beyond this machine only with a token."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.token and not _is_loopback(self.host):
+            raise InputError(
+                f"--host {self.host} lets other machines in: a token is required",
+                hint="write a long random word into a file that only you can read: --token-file FILE",
+            )
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=1024)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen on {self.host} port {self.port}: {error.strerror or error}",
+                hint="use another --port, or 0 for a free one",
+            ) from error
+
+
+def run(path: Path, address: Address, limits: Limits, device: str) -> None:
+    """Load a run, a checkpoint or a Hugging Face folder and serve it until SIGINT or SIGTERM."""
+    listener = address.listen()  # taken before the model is loaded: what cannot be had is told at once
+    loaded = load_text_model(path, select_device(device, 0, 1).torch_device)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+    name = path.resolve().name
+    server, batcher = build_server(loaded, name, address.token, limits)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends by them, then raises them once more
+        signal.signal(number, lambda *_: None)
+    host, port = listener.getsockname()[:2]
+    place = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"{name}: {loaded.model.shape.max_seq_len} positions, {limits.batch_size} texts at a time")
+    print(f"serving at {place}/ (API: {place}/v1); Ctrl-C stops", flush=True)
+    batcher.start()
+    server.run(sockets=[listener])
+    batcher.close()
+    if batcher.failure is not None:
+        raise ShoalError(str(batcher.failure)) from batcher.failure
+    print("stopped")
+
+
+def build_server(loaded: TextModel, name: str, token: str, limits: Limits) -> tuple[uvicorn.Server, Batcher]:
+    """Return a server and what computes for it, neither of them started; it ends when the other fails."""
+
+    def stop() -> None:
+        server.should_exit = True
+
+    engine = Engine(loaded.model, limits.batch_size, loaded.model.shape.max_seq_len)
+    batcher = Batcher(engine, loaded.eod_id, limits.waiting, stop)
+    app = Guard(build_app(loaded, name, batcher, limits), token, limits.body_bytes, limits.body_s)
+    http: Any = partial(TimedProtocol, request_s=limits.body_s, stall_s=limits.stall_s)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, http=http, ws="none", log_level="warning", timeout_graceful_shutdown=5, server_header=False
+        )
+    )
+    return server, batcher
+
+
+def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) -> FastAPI:
+    """Return the application; what it refuses is a sentence in OpenAI's form."""
+    app = FastAPI(title="shoal", docs_url=None, redoc_url=None, openapi_url=None)
+    model = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "shoal",
+        "max_model_len": batcher.capacity,
+    }
+    page = files("shoal.infer.serve").joinpath("page.html").read_text()
+
+    @app.get("/")
+    async def show_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def model_named(wanted: str) -> dict[str, Any]:
+        _check_name(wanted, name)
+        return model
+
+    @app.post("/v1/completions")
+    async def completions(wanted: CompletionRequest, request: Request) -> Response:
+        _check_name(wanted.model, name)
+        rows = wanted.rows(loaded, batcher.capacity)
+        writers = [Writer(loaded.tokenizer, row.tokens, wanted.stops) for row in rows]
+        made = Texts(batcher, rows, wanted, writers, limits.request_s)
+        answer = Answer(name)
+        echoes = [loaded.tokenizer.decode(list(row.tokens)) for row in rows] if wanted.echo else []
+        if wanted.stream:
+            return EventStream(_events(made, wanted, echoes, answer))
+        found = await _unless_gone(request, made.whole())
+        if found is None:
+            return Response(status_code=499)  # nobody reads it
+        begins = echoes or [""] * len(rows)
+        choices = [choice(n, begins[n] + text, finish) for n, (text, finish) in enumerate(found)]
+        return JSONResponse(answer.body(choices, made.usage()))
+
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(HTTPException, _refuse_path)
+    app.add_exception_handler(ShoalError, _refuse)
+    return app
+
+
+class Texts:
+    """The texts of one request as they are made; leaving an iteration gives up what is not made yet."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        rows: list[Row],
+        wanted: CompletionRequest,
+        writers: list[Writer],
+        limit_s: float,
+    ) -> None:
+        self._batcher, self._rows, self._writers, self._limit_s = batcher, rows, writers, limit_s
+        self._queue: asyncio.Queue[tuple[int, int | Exception | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        sampling = wanted.sampling()
+        self._tickets = [
+            Ticket(row, sampling, partial(self._deliver, loop, index)) for index, row in enumerate(rows)
+        ]
+        self._made = [0] * len(rows)
+        batcher.submit(self._tickets)
+
+    def usage(self) -> dict[str, int]:
+        """Return the count of tokens so far; a prompt counts once."""
+        prompts = {row.prompt: len(row.tokens) for row in self._rows}
+        return usage(sum(prompts.values()), sum(self._made))
+
+    async def whole(self) -> list[tuple[str, str]]:
+        """Return (text, why it ended) of each row."""
+        texts, ends = [""] * len(self._rows), [""] * len(self._rows)
+        async for index, text, finish in self.pieces():
+            texts[index] += text
+            ends[index] = finish or ends[index]
+        return list(zip(texts, ends, strict=True))
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, str, str | None], None]:
+        """Yield (row, text, why it ended or None); an error of the server or the time limit is raised."""
+        left = set(range(len(self._rows)))
+        late = LateError(f"the time limit of {self._limit_s:g} s is over", hint="ask for fewer tokens")
+        timer = asyncio.get_running_loop().call_later(self._limit_s, self._queue.put_nowait, (0, late))
+        try:
+            while left:
+                index, item = await self._queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if index not in left:  # a token that was under way when a stop text was found
+                    continue
+                text, finish = self._take(index, item)
+                if finish:
+                    left.remove(index)
+                if text or finish:
+                    yield index, text, finish
+        finally:
+            timer.cancel()
+            self._batcher.cancel(self._tickets)
+
+    def _take(self, index: int, token: int | None) -> tuple[str, str | None]:
+        writer, ticket = self._writers[index], self._tickets[index]
+        if token is None:
+            return writer.end(), "length" if self._made[index] == ticket.row.max_tokens else "stop"
+        self._made[index] += 1
+        text = writer.push(token)
+        if writer.stopped:
+            self._batcher.cancel([ticket])
+        return text, "stop" if writer.stopped else None
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, index: int, item: int | Exception | None) -> None:
+        loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
+
+
+class LateError(ShoalError):
+    """An answer took longer than one may."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; what they come from is closed as soon as the client has left."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def _events(
+    made: Texts, wanted: CompletionRequest, echoes: list[str], answer: Answer
+) -> AsyncGenerator[str, None]:
+    def event(body: dict[str, Any]) -> str:
+        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+    async with aclosing(made.pieces()) as pieces:
+        for index, text in enumerate(echoes):
+            yield event(answer.body([choice(index, text, None)]))
+        try:
+            async for index, text, finish in pieces:
+                yield event(answer.body([choice(index, text, finish)]))
+        except ShoalError as error:  # the status has been sent: the stream itself has to tell
+            yield event(failure(str(error), "server_error"))
+            return
+        if wanted.stream_options is not None and wanted.stream_options.include_usage:
+            yield event(answer.body([], made.usage()))
+        yield "data: [DONE]\n\n"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` does, or None once the client has left: it is cancelled then."""
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    job, gone = asyncio.create_task(work), asyncio.create_task(leaving())
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await job if job.done() else None
+    finally:
+        for task in (job, gone):
+            task.cancel()
+
+
+def _check_name(wanted: str | None, name: str) -> None:
+    if wanted not in (None, name):
+        raise HTTPException(404, f"the model {wanted!r} is not here; this server has {name!r}")
+
+
+async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    sentences = []
+    for one in error.errors():
+        field = ".".join(str(part) for part in one["loc"][1:2]) or "the body"
+        sentences.append(f"{field}: {one['msg']}")
+    told = "; ".join(list(dict.fromkeys(sentences))[:3])
+    return JSONResponse(failure(told), 400)
+
+
+async def _refuse_path(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(failure(str(error.detail)), error.status_code)
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    statuses = ((BusyError, 429), (LateError, 408), (GoneError, 503), (InputError, 400))
+    status = next((status for kind, status in statuses if isinstance(error, kind)), 500)
+    return JSONResponse(
+        failure(str(error), "invalid_request_error" if status < 500 else "server_error"), status
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token(path: Path | None) -> str:
+    """Return the word in a file; an InputError says what is wrong with it."""
+    if path is None:
+        return ""
+    try:
+        token = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} holds no token: {error}") from error
+    if len(token) < _SHORTEST_TOKEN or not token.isprintable() or " " in token:
+        raise InputError(
+            f"{path} holds no token of {_SHORTEST_TOKEN} characters or more, without blanks",
+            hint=f"python -c 'import secrets; print(secrets.token_hex())' > {path}",
+        )
+    return token

@@ -1,0 +1,77 @@
+"""A server inside this process, on a free port, whose model may be slowed down or broken."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2 as httpx
+
+from shoal.infer.load import TextModel
+from shoal.infer.serve.batcher import Batcher
+from shoal.infer.serve.server import Limits, build_server
+
+
+class Running:
+    """A server that answers at `url`."""
+
+    def __init__(self, batcher: Batcher, port: int) -> None:
+        self.batcher, self.port = batcher, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.steps = 0  # tokens that were computed for all live rows
+        self.step_s = 0.0
+        self.fails = False
+        honest = batcher._engine.step
+
+        def step(chosen: list[int]) -> Any:
+            if self.fails:
+                raise RuntimeError("out of everything")
+            time.sleep(self.step_s)
+            self.steps += 1
+            return honest(chosen)
+
+        batcher._engine.step = step  # type: ignore[method-assign]
+
+    def post(self, **body: Any) -> httpx.Response:
+        """Ask for a completion."""
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def exchange(self, data: bytes) -> bytes:
+        """Send bytes; return all that comes back until the server ends the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as client:
+            client.sendall(data)
+            return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@contextmanager
+def serving(
+    loaded: TextModel, limits: Limits | None = None, token: str = "", send_bytes: int = 0
+) -> Iterator[Running]:
+    """Serve a model on a thread until the block ends."""
+    server, batcher = build_server(loaded, "run", token, limits or Limits())
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if send_bytes:  # what the system takes off our hands for a client that does not read
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    running = Running(batcher, listener.getsockname()[1])
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    batcher.start()
+    thread.start()
+    try:
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join()
+        batcher.close()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Return the objects of a stream, which ends with [DONE] or an error."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    if "error" not in lines[-1]:
+        assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
