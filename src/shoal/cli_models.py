@@ -145,6 +145,9 @@ def evaluate(
     wikitext: Path | None = None,
     lambada: Path | None = None,
     data: Path | None = None,
+    tasks: str = "",
+    task_folder: Path | None = None,
+    limit: int = 0,
     split: Literal["train", "validation", "test"] = "validation",
     seq_len: int = 0,
     stride: int = 0,
@@ -163,6 +166,8 @@ def evaluate(
 
     Example: shoal evaluate runs/first --text held-out.txt --stride 32
 
+    Example: shoal evaluate runs/first --tasks lambada_openai,hellaswag --limit 200
+
     Example: shoal evaluate runs/first --wikitext wiki.test.tokens --lambada lambada_test.jsonl --nproc 2
 
     Parameters
@@ -177,6 +182,12 @@ def evaluate(
         JSON lines with the passage under "text"; the whole last word must be the likeliest.
     data
         A dataset of `shoal prepare` with the model's tokenizer.
+    tasks
+        Tasks of lm-evaluation-harness, with commas between them; most fetch their data from the network.
+    task_folder
+        A folder with the YAML files of more such tasks.
+    limit
+        Examples of each task; all if left out.
     split
         Which split of the dataset.
     seq_len
@@ -197,7 +208,9 @@ def evaluate(
     """
     from shoal.infer.evaluate import Measure, run
 
-    measure = Measure(text, wikitext, lambada, data, split, seq_len, stride, batch_size)
+    wanted = tuple(filter(None, tasks.split(",")))
+    windows = (split, seq_len, stride, batch_size)
+    measure = Measure(text, wikitext, lambada, data, wanted, task_folder, limit, *windows)
     run(checkpoint, measure, device, tp, nproc, json)
 
 

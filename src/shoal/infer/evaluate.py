@@ -36,13 +36,16 @@ class Measure:
     wikitext: Path | None = None
     lambada: Path | None = None
     data: Path | None = None
+    tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
+    task_folder: Path | None = None  # with more of them
+    limit: int = 0  # examples of a task; 0: all
     split: str = "validation"
     seq_len: int = 0
     stride: int = 0
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        for name, least in (("seq_len", 0), ("stride", 0), ("batch_size", 1)):
+        for name, least in (("seq_len", 0), ("stride", 0), ("limit", 0), ("batch_size", 1)):
             if (value := getattr(self, name)) < least:
                 option = name.replace("_", "-")
                 raise InputError(
@@ -74,10 +77,20 @@ def evaluate(loaded: TextModel, measure: Measure) -> dict[str, Found]:
         found[f"{measure.wikitext} (WikiText)"] = of_wikitext(loaded, read_text(measure.wikitext), measure)
     if measure.lambada is not None:
         found[f"{measure.lambada} (LAMBADA)"] = of_lambada(loaded, read_passages(measure.lambada), measure)
+    if measure.tasks:
+        found |= _of_tasks(loaded, measure)
     if measure.data is not None or not found:
         for folder in [measure.data] if measure.data is not None else _trained_on(loaded):
             found[f"{folder} ({measure.split})"] = of_split(loaded, folder, measure)
     return found
+
+
+def _of_tasks(loaded: TextModel, measure: Measure) -> dict[str, Found]:
+    try:
+        from shoal.infer.harness import of_tasks
+    except ModuleNotFoundError as error:
+        raise InputError(f"--tasks needs {error.name}", hint="pip install 'shoal[eval]'") from error
+    return of_tasks(loaded, measure)
 
 
 def of_text(loaded: TextModel, text: str, measure: Measure) -> Found:
@@ -122,8 +135,7 @@ def of_lambada(loaded: TextModel, passages: Sequence[tuple[str, str]], measure: 
         whole, before = loaded.tokenizer.encode(context + word), len(loaded.tokenizer.encode(context))
         length = min(len(whole), _seq_len(loaded, measure) + 1)
         spans.append(Span(whole[-length:], max(1, before - (len(whole) - length))))
-    order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))  # alike lengths in one batch
-    scores = _scored(loaded, [spans[n] for n in order], measure)
+    scores = score_all(loaded, spans, measure)
     return {
         "passages": len(spans),
         "accuracy": sum(one.greedy for one in scores) / len(spans),
@@ -141,16 +153,24 @@ def _seq_len(loaded: TextModel, measure: Measure) -> int:
     return measure.seq_len or shape.max_seq_len
 
 
-def _scored(loaded: TextModel, spans: Sequence[Span], measure: Measure) -> list[Score]:
-    """Score all spans in batches, with a progress bar on a terminal."""
-    rounds = range(0, len(spans), measure.batch_size * loaded.replicas)
+def score_all(loaded: TextModel, spans: Sequence[Span], measure: Measure) -> list[Score]:
+    """Score spans, the longest first and in batches of alike lengths, with a progress bar on a terminal."""
+    order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
+    console, size = Console(stderr=True), measure.batch_size * loaded.replicas
     bar: Callable[..., Iterable[int]] = track
-    console = Console(stderr=True)
     steps = bar(
-        rounds, description="scoring", console=console, transient=True, disable=not console.is_terminal
+        range(0, len(spans), size),
+        description="scoring",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
-    size = measure.batch_size * loaded.replicas
-    return [one for n in steps for one in loaded.score(spans[n : n + size], measure.batch_size)]
+    scores: dict[int, Score] = {}
+    for n in steps:
+        numbers = order[n : n + size]
+        found = loaded.score([spans[number] for number in numbers], measure.batch_size)
+        scores |= zip(numbers, found, strict=True)
+    return [scores[number] for number in range(len(spans))]
 
 
 def _by_byte(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure, num_bytes: int) -> Found:
@@ -163,7 +183,9 @@ def _by_byte(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure, n
         )
     if len(tokens) < 2:
         raise DataError("there is no token to score")
-    loss_sum = math.fsum(one.loss for one in _scored(loaded, sliding_spans(tokens, seq_len, stride), measure))
+    loss_sum = math.fsum(
+        one.loss for one in score_all(loaded, sliding_spans(tokens, seq_len, stride), measure)
+    )
     mean = loss_sum / (len(tokens) - 1)
     return {
         "seq_len": seq_len,
