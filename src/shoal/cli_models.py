@@ -221,7 +221,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token_file: Path | None = None,
-    batch_size: int = 8,
+    batch_size: int = 16,
     max_waiting: int = 256,
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",

@@ -14,7 +14,7 @@ import httpx2 as httpx
 
 from shoal.infer.load import TextModel
 from shoal.infer.serve.batcher import Batcher
-from shoal.infer.serve.server import Limits, build_server
+from shoal.infer.serve.server import Limits, answer, build_server
 
 
 class Running:
@@ -58,15 +58,18 @@ def serving(
     if send_bytes:  # what the system takes off our hands for a client that does not read
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     running = Running(batcher, listener.getsockname()[1])
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    batcher.start()
-    thread.start()
+    threads = [
+        threading.Thread(target=answer, args=(server, batcher, listener)),
+        threading.Thread(target=batcher.run),
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield running
     finally:
         server.should_exit = True
-        thread.join()
-        batcher.close()
+        for thread in threads:
+            thread.join()
 
 
 def events(response: httpx.Response) -> list[Any]:

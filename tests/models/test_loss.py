@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.models import loss
-from shoal.models.loss import CrossEntropy
+from shoal.models.loss import CrossEntropy, row_losses
 
 
 def make(dtype=torch.float32, rows=37):
@@ -60,3 +60,17 @@ def test_extreme_logits_stay_finite():
 
 def test_empty_batches_give_zero():
     assert CrossEntropy()(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)).item() == 0.0
+
+
+def test_losses_of_rows_and_which_targets_are_the_likeliest():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(70, 40_000, generator=generator)
+    logits[:, 39_990:] = float("-inf")  # padding
+    targets = torch.where(torch.arange(70) % 3 == 0, logits.argmax(dim=1), 7)
+    logits[5] = 1.0  # all alike: the first of them is the likeliest
+    logits[8, 7] = logits[8].max()
+    losses, likeliest = row_losses(logits, targets)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, atol=2e-6, rtol=0)
+    assert likeliest.tolist() == (logits.argmax(dim=1) == targets).tolist()
+    assert 24 <= likeliest.sum() <= 26

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from shoal.models.decoder import Decoder
+from shoal.models.loss import row_losses
 
 _POSITIONS = 1024  # whose logits are there at a time
 
@@ -66,8 +66,7 @@ def score(model: Decoder, spans: Sequence[Span]) -> list[Score]:
     misses = torch.zeros(len(spans), dtype=torch.long, device=device)
     for n in range(0, len(x_nd), _POSITIONS):
         part = slice(n, n + _POSITIONS)
-        logits_nv = model.head(x_nd[part]).float()
-        loss_n = F.cross_entropy(logits_nv, targets_n[part], reduction="none").double()
-        losses.index_add_(0, rows_n[part], loss_n)
-        misses.index_add_(0, rows_n[part], (logits_nv.argmax(dim=-1) != targets_n[part]).long())
+        loss_n, likeliest_n = row_losses(model.head(x_nd[part]), targets_n[part])
+        losses.index_add_(0, rows_n[part], loss_n.double())
+        misses.index_add_(0, rows_n[part], (~likeliest_n).long())
     return [Score(loss, missed == 0) for loss, missed in zip(losses.tolist(), misses.tolist(), strict=True)]

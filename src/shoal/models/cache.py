@@ -27,6 +27,7 @@ class KVCache:
         size = (shape.n_layers, rows, shape.n_kv_heads // head_parts, capacity, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)  # not empty: 0 times NaN would be NaN
         self.values = torch.zeros_like(self.keys)
+        self.layers = [(self.keys[n], self.values[n]) for n in range(shape.n_layers)]  # views, made once
         self.lengths = [0] * rows  # on the host: reading them must not wait for a device
 
     def part(self, first: int, count: int) -> CachePart:
@@ -74,13 +75,14 @@ class CachePart:
     def extend(self, layer: int, k_bhtc: Tensor, v_bhtc: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of one layer and return all of that layer's so far."""
         end = self.longest(k_bhtc.shape[2])
-        keys, values = self._cache.keys[layer, self._rows], self._cache.values[layer, self._rows]
-        for held, new in ((keys, k_bhtc), (values, v_bhtc)):
+        held = self._cache.layers[layer]
+        for kept, new in zip(held, (k_bhtc, v_bhtc), strict=True):
             if self._alike:
-                held[:, :, self._lengths[0] : end] = new
+                kept[self._rows, :, self._lengths[0] : end] = new
             else:
-                held[self._numbers_b, :, self._lengths_b] = new[:, :, 0]
-        return keys[:, :, :end], values[:, :, :end]
+                kept[self._rows][self._numbers_b, :, self._lengths_b] = new[:, :, 0]
+        keys, values = held
+        return keys[self._rows, :, :end], values[self._rows, :, :end]
 
     def advance(self, num_new: int) -> None:
         """Count the new tokens, when all layers have stored theirs."""

@@ -77,6 +77,23 @@ class _CrossEntropySum(torch.autograd.Function):
         return logits_nv, None, None
 
 
+def row_losses(logits_nv: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's loss in nats, fp32 [n], and whether its target is the likeliest, the first of equals.
+
+    No copy of the logits is made, and the slow search for the place of the largest one only where the target
+    is as large.
+    """
+    losses_n = torch.empty(len(targets_n), dtype=torch.float32, device=logits_nv.device)
+    likeliest_n = torch.zeros(len(targets_n), dtype=torch.bool, device=logits_nv.device)
+    picked_n = logits_nv.gather(1, targets_n[:, None]).squeeze(1)
+    for rows in _chunks(logits_nv):
+        part_nv, picked = logits_nv[rows], picked_n[rows]
+        losses_n[rows] = _log_total(part_nv) - picked.float()
+        likely = (picked >= part_nv.amax(dim=-1)).nonzero().squeeze(1)
+        likeliest_n[rows.start + likely] = part_nv[likely].argmax(dim=-1) == targets_n[rows][likely]
+    return losses_n, likeliest_n
+
+
 def _log_total(logits_nv: Tensor) -> Tensor:
     return logits_nv.float().logsumexp(dim=-1)
 

@@ -1,4 +1,4 @@
-"""Requests that come at any time, computed together: one thread has the model, others hand it rows."""
+"""Requests that come at any time, computed together: one thread has the model, another hands it rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Batcher:
     def __init__(
         self, engine: Engine, stop_id: int | None, max_waiting: int, on_failure: Callable[[], None]
     ) -> None:
-        """Let at most `max_waiting` rows wait; `on_failure` is called on the thread when the model failed."""
+        """Let at most `max_waiting` rows wait; `on_failure` is called when the model fails."""
         self._engine = engine
         self._batch: Batch[Ticket] = Batch(engine, stop_id)
         self._max_waiting = max_waiting
@@ -55,21 +55,35 @@ class Batcher:
         self._closed: Exception | None = None
         self.failure: Exception | None = None
         self._on_failure = on_failure
-        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     @property
     def capacity(self) -> int:
         """Return how many tokens a row may have, its prompt included."""
         return self._engine.capacity
 
-    def start(self) -> None:
-        """Begin to compute."""
-        self._thread.start()
-
     def close(self) -> None:
-        """End what is under way with a GoneError, and the thread."""
+        """Let `run` end; what is under way ends with a GoneError."""
         self._close(GoneError("the server is stopping"))
-        self._thread.join()
+
+    def run(self) -> None:
+        """Compute what is submitted until `close`, or until the model fails.
+
+        On the main thread: OpenMP waits in a slower way where two threads of a process have had work for it.
+        """
+        try:
+            while self._wait():
+                self._read()
+                if self._live:
+                    self._step()
+        except Exception as error:
+            self.failure = GoneError(f"the model failed: {error}")
+            self._close(self.failure)
+            self._on_failure()
+        with self._change:
+            rest = self._all()
+            assert self._closed is not None
+        for ticket in rest:
+            ticket.deliver(self._closed)
 
     def submit(self, tickets: list[Ticket]) -> None:
         """Hand over rows; a BusyError takes none of them."""
@@ -91,22 +105,6 @@ class Batcher:
             for ticket in tickets:
                 ticket.cancelled = True
             self._change.notify()
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                self._read()
-                if self._live:
-                    self._step()
-        except Exception as error:
-            self.failure = GoneError(f"the model failed: {error}")
-            self._close(self.failure)
-            self._on_failure()
-        with self._change:
-            rest = self._all()
-            assert self._closed is not None
-        for ticket in rest:
-            ticket.deliver(self._closed)
 
     def _all(self) -> list[Ticket]:
         return [*self._live, *([self._reading[0]] if self._reading else []), *self._waiting]

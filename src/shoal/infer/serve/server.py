@@ -8,6 +8,7 @@ import json
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -43,7 +44,7 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 class Limits:
     """What one client may take of the server."""
 
-    batch_size: int = 8  # texts computed at a time
+    batch_size: int = 16  # texts computed at a time
     waiting: int = 256  # texts that wait for that
     body_bytes: int = 256 << 10
     body_s: float = 10.0  # for a request to arrive whole
@@ -95,18 +96,31 @@ def run(path: Path, address: Address, limits: Limits, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     name = path.resolve().name
     server, batcher = build_server(loaded, name, address.token, limits)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends by them, then raises them once more
-        signal.signal(number, lambda *_: None)
+    web = threading.Thread(target=answer, args=(server, batcher, listener), name="web")
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     place = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"{name}: {loaded.model.shape.max_seq_len} positions, {limits.batch_size} texts at a time")
     print(f"serving at {place}/ (API: {place}/v1); Ctrl-C stops", flush=True)
-    batcher.start()
-    server.run(sockets=[listener])
-    batcher.close()
+    web.start()
+    batcher.run()
+    web.join()
     if batcher.failure is not None:
         raise ShoalError(str(batcher.failure)) from batcher.failure
     print("stopped")
+
+
+def answer(server: uvicorn.Server, batcher: Batcher, listener: socket.socket) -> None:
+    """Answer until the server is to exit and what is under way is done; then let the batcher end."""
+    try:
+        server.run(sockets=[listener])
+    finally:
+        batcher.close()
 
 
 def build_server(loaded: TextModel, name: str, token: str, limits: Limits) -> tuple[uvicorn.Server, Batcher]:
