@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from benchmarks.gradsync import judge_convergence, judge_link
 from shoal.bench import cells
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
 from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables, title
@@ -211,3 +212,46 @@ def test_rates_are_bits_a_second():
     for words in ("100", "0mbit", "100MB", "1tbit"):
         with pytest.raises(InputError, match="is no rate of a link"):
             parse_rate(words)
+
+
+def test_a_strategy_is_held_against_all_reduce_on_as_many_workers():
+    outcomes = [
+        Outcome(cell("allreduce"), "done", found(1.0, 4.0)),
+        Outcome(cell("allreduce", workers=4), "done", found(1.0, 5.0)),
+        Outcome(cell("onebit"), "done", found(1.0, 4.04)),
+        Outcome(cell("onebit", workers=4), "done", found(1.0, 5.06)),
+        Outcome(cell("diloco:every=5"), "done", found(1.0, 4.06)),
+        Outcome(cell("topk"), "failed", reason="it fell over"),
+    ]
+    told = {one["what"]: one for one in judge_convergence(outcomes)}
+    assert told.pop("loss of onebit x2")["holds"]
+    assert told.pop("loss of onebit x4") == {
+        "what": "loss of onebit x4",
+        "value": 1.012,
+        "mark": 1.01,
+        "holds": False,
+    }
+    assert told.pop("loss of diloco:every=5 x2")["holds"]  # within 2 %
+    assert told == {}
+
+
+def test_a_slow_link_is_held_against_the_counted_ring_and_the_same_ranks_without_a_limit():
+    ring, slow, often = "allreduce:algorithm=chunked_ring", "100mbit", "diloco:every=5"
+    outcomes = [
+        Outcome(cell(ring, link=slow), "done", found(1.0, 4.0, 1e6)),
+        Outcome(cell("onebit", link=slow), "done", found(0.3, 4.0, 4.9e4)),
+        Outcome(cell("topk", link=slow), "done", found(0.3, 4.0, 6e4)),
+        Outcome(cell(often, link=slow), "done", found(0.2, 4.0, 2.1e5)),
+        Outcome(cell(often, link="hosts"), "done", found(0.19, 4.0, 2.1e5)),
+        Outcome(cell("streaming_diloco:every=5", link=slow), "done", found(0.2, 4.0, 3e5)),
+        Outcome(cell("streaming_diloco:every=5", link="hosts"), "done", found(0.17, 4.0, 3e5)),
+    ]
+    told = {one["what"]: (one["value"], one["mark"], one["holds"]) for one in judge_link(outcomes)}
+    assert told == {
+        "bytes saved by onebit": (20.4082, 20, True),
+        "bytes saved by topk": (16.6667, 20, False),
+        f"bytes saved by {often}": (4.7619, 4.5, True),
+        f"speed of {often}, of that without a limit": (0.95, 0.9, True),
+        "bytes saved by streaming_diloco:every=5": (3.3333, 4.5, False),
+        "speed of streaming_diloco:every=5, of that without a limit": (0.85, 0.9, False),
+    }

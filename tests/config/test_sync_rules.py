@@ -100,6 +100,22 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "use fewer steps of warm-up, or sync.strategy = allreduce",
         {"sync": {"warmup_steps": 4}},
     ),
+    (
+        "_slow_link",
+        "dp2",
+        {"runtime": {"slow_link": 100.0}},
+        "runtime.slow_link = 100 with the back end's own all-reduce, which cannot be slowed",
+        "use sync.algorithm = chunked_ring, or another sync.strategy",
+        {"sync": {"algorithm": "chunked_ring"}},
+    ),
+    (
+        "_slow_link",
+        "dp2",
+        {"runtime": {"slow_link": 100.0, "device": "cuda"}, "sync": {"strategy": "int8"}},
+        "runtime.slow_link = 100 on cuda: what travels between GPUs is not slowed",
+        "use runtime.device = cpu",
+        {"runtime": {"slow_link": 100.0, "device": "cpu"}},
+    ),
 ]
 
 

@@ -112,3 +112,32 @@ def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_tha
     status, screen = shoal(data, run, *options, "--stop-after", str(kept + 40), timeout=120)
     assert status == 75, screen
     assert "resumed from step-" in screen
+
+
+@pytest.mark.proof
+def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_one_that_stands_still(data, tmp_path):
+    run = tmp_path / "run"
+    options = ("--nproc", "3", "--sync.strategy", "async_sgd", "--sync.staleness", "4")
+    options += (
+        "--train.steps",
+        "1000000",
+        "--train.global_batch_size",
+        "12",
+        "--train.micro_batch_size",
+        "4",
+    )
+    job = Running(data, run, *options, "--train.compile", "off", "--checkpoint.every", "100000")
+    job.wait_for_step(20, timeout=120)
+    worker = int((run / "replicas/2/ranks/rank-0/pid").read_text())
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        time.sleep(5)
+        stood = step_of(run / "replicas/2")  # or the next, whose line it did not come to write
+        others = [step_of(run), step_of(run / "replicas/1")]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert all(stood + 4 <= step <= stood + 6 for step in others), (stood, others)
+    job.wait_for_step(stood + 40, timeout=120)
+    job.process.send_signal(signal.SIGTERM)
+    status, screen = job.end(120)
+    assert status == 75, screen

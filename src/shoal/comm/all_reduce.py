@@ -6,8 +6,8 @@ Bytes sent by a rank, of n, for a tensor of S bytes, and rounds that must follow
 | --- | --- | --- | --- |
 | ring | (n - 1) S | n - 1 | nowhere: whole tensors go round, as a first exercise |
 | chunked_ring | 2 (n - 1) / n S | 2 (n - 1) | large tensors |
-| tree | S, two at a time at the root | 2 log2 n | small tensors |
-| halving_doubling | 2 (n - 1) / n S | 2 log2 n | both, where n is a power of two |
+| tree | S once to its parent, S to each child: log2 n S at the root | 2 log2 n | small tensors |
+| halving_doubling | 2 (n - 1) / n S, up to S more if n is no power of 2 | 2 log2 n, or 2 more | both |
 | backend | the library's own | | everything not compared yet |
 | hierarchical | tree inside a host, chunked ring between hosts | | few, slow links between hosts |
 

@@ -167,4 +167,18 @@ def _fragments(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _fragments)
+def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
+    rate, sync = config.runtime.slow_link, config.sync
+    if rate and (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
+        yield (
+            f"runtime.slow_link = {rate:g} with the back end's own all-reduce, which cannot be slowed",
+            "use sync.algorithm = chunked_ring, or another sync.strategy",
+        )
+    if rate and config.runtime.device == "cuda":
+        yield (
+            f"runtime.slow_link = {rate:g} on cuda: what travels between GPUs is not slowed",
+            "use runtime.device = cpu",
+        )
+
+
+RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _fragments, _slow_link)

@@ -9,7 +9,7 @@ Of S bytes (E encoded), n replicas on h hosts with r = n/h each, neighbours toge
 | strategy | through a host's link, one way, in series | messages in series | hidden |
 | --- | --- | --- | --- |
 | allreduce, powersgd | 2 (n-1)/n E, round a ring | 2 (n-1) a bucket, powersgd twice | all but one bucket |
-| bf16, int8, onebit | r (n-r)/n E + (n-1)/n E | 2 (n-1) a bucket | all but one bucket |
+| bf16, int8, onebit | r (n-r)/n E + (n-1)/n E | 2 (n-1) a bucket, 1 of 2 replicas | all but one bucket |
 | topk | (n-1) E | 2 (n-1) a bucket | all but one bucket |
 | central_* | (n-r) S in, then (n-r) S out | serial: 2 (n-1) a bucket, parallel: 2 | nothing |
 | device_sharded | (n-1) times the largest share, twice | 2 (n-1) | nothing |
@@ -143,7 +143,7 @@ def _exchange(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
             num_bytes = 8 * sync.density * total
         case _:
             by_rank, by_link = _two_phase(replicas)
-            num_bytes = encoded_bytes(sync, total)
+            num_bytes, rounds = encoded_bytes(sync, total), 1 if n == 2 else rounds
     hiding = replicas.ranks == 1 and len(buckets) > 1
     return Demand(
         by_rank * num_bytes / replicas.ranks,
