@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.record import write_record
 from benchmarks.serve import make_model
-from shoal.infer.evaluate import Measure, score_all
+from shoal.infer.evaluate import score_all
 from shoal.infer.score import sliding_spans
 from shoal.models.loss import CrossEntropy
 
@@ -40,10 +40,9 @@ def main() -> int:
     tokens = np.random.default_rng(0).integers(1, 50_000, SEQ_LEN * WINDOWS + 1)
     spans = sliding_spans(tokens, SEQ_LEN, SEQ_LEN)
     batches = torch.from_numpy(np.stack([span.tokens for span in spans])).split(BATCH)
-    measure = Measure(batch_size=BATCH)
 
     def evaluated() -> float:
-        return sum(one.loss for one in score_all(loaded, spans, measure))
+        return sum(one.loss for one in score_all(loaded, spans, BATCH))
 
     def forward() -> float:
         return sum(loss(model(batch[:, :-1]), batch[:, 1:]).item() for batch in batches)

@@ -222,6 +222,7 @@ def serve(
     port: int = 8000,
     token_file: Path | None = None,
     batch_size: int = 16,
+    max_len: int = 0,
     max_waiting: int = 256,
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -246,7 +247,9 @@ def serve(
     token_file
         File with the word that clients must send: their API key.
     batch_size
-        Texts computed at a time; each takes memory for all positions of the model.
+        Texts computed at a time; each takes memory for --max-len tokens.
+    max_len
+        Tokens of a text, its prompt included; as many as the model has positions if left out.
     max_waiting
         Texts that may wait for that; more are refused for the moment (429).
     time_limit
@@ -259,5 +262,5 @@ def serve(
     except ModuleNotFoundError as error:
         raise InputError(f"`shoal serve` needs {error.name}", hint="pip install 'shoal[serve]'") from error
 
-    limits = Limits(batch_size=batch_size, waiting=max_waiting, request_s=time_limit)
+    limits = Limits(batch_size, max_len, max_waiting, request_s=time_limit)
     run(checkpoint, Address(host, port, read_token(token_file)), limits, device)

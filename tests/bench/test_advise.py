@@ -183,7 +183,7 @@ def test_a_large_models_work_is_that_of_a_part_in_proportion(monkeypatch):
     monkeypatch.setattr("shoal.bench.pace._MOST_ELEMENTS", 3000)
     shapes = {f"{layer}": (32, 32) for layer in range(10)}
     time_work(Sync(strategy="bf16"), shapes, Spy(0, 2))
-    assert max(seen) == 2 * 2 * 32 * 32 // 2  # half of two of the ten, in bf16
+    assert max(seen) == 2 * 2 * 32 * 32  # two of the ten, in bf16
 
 
 def test_tiny_is_measured_and_advised_on_two_processes(tmp_path):

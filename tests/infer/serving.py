@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,14 @@ import httpx2 as httpx
 
 from shoal.infer.load import TextModel
 from shoal.infer.serve.batcher import Batcher
-from shoal.infer.serve.server import Limits, answer, build_server
+from shoal.infer.serve.server import Address, Limits, Server, answer, build_server
 
 
 class Running:
     """A server that answers at `url`."""
 
-    def __init__(self, batcher: Batcher, port: int) -> None:
-        self.batcher, self.port = batcher, port
+    def __init__(self, server: Server, batcher: Batcher, port: int) -> None:
+        self.server, self.batcher, self.port = server, batcher, port
         self.url = f"http://127.0.0.1:{port}"
         self.steps = 0  # tokens that were computed for all live rows
         self.step_s = 0.0
@@ -41,6 +41,26 @@ class Running:
         """Ask for a completion."""
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until so many more tokens have been computed."""
+        self.wait_for(lambda goal=self.steps + count: self.steps >= goal)
+
+    @staticmethod
+    def wait_for(condition: Callable[[], bool]) -> None:
+        """Wait for at most a minute."""
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def connect(self, **body: Any) -> socket.socket:
+        """Ask on a socket of one's own."""
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return client
+
     def exchange(self, data: bytes) -> bytes:
         """Send bytes; return all that comes back until the server ends the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=30) as client:
@@ -53,15 +73,17 @@ def serving(
     loaded: TextModel, limits: Limits | None = None, token: str = "", send_bytes: int = 0
 ) -> Iterator[Running]:
     """Serve a model on a thread until the block ends."""
-    server, batcher = build_server(loaded, "run", token, limits or Limits())
+    server, batcher = build_server(loaded, "run", Address(token=token), limits or Limits())
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     if send_bytes:  # what the system takes off our hands for a client that does not read
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    running = Running(batcher, listener.getsockname()[1])
+    running = Running(server, batcher, listener.getsockname()[1])
     threads = [
         threading.Thread(target=answer, args=(server, batcher, listener)),
         threading.Thread(target=batcher.run),
     ]
+    fallen: list[object] = []
+    hook, threading.excepthook = threading.excepthook, fallen.append
     for thread in threads:
         thread.start()
     try:
@@ -70,6 +92,8 @@ def serving(
         server.should_exit = True
         for thread in threads:
             thread.join()
+        threading.excepthook = hook
+    assert fallen == []
 
 
 def events(response: httpx.Response) -> list[Any]:

@@ -22,7 +22,8 @@ from tests.infer.conftest import ONE_THREAD
 
 CPU = torch.device("cpu")
 LETTERS = bytes(range(33, 127))
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,8 @@ def test_last_words_are_those_of_transformers_model(hugging_face, tmp_path):
     if source.is_file():
         lines = [json.loads(line)["text"] for line in source.read_text().splitlines()[:200]]
     else:
-        lines = [f"the cat number {n} sat on a mat {n % 7}" for n in range(200)]
+        pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+        lines = [line for line in pages.splitlines() if line.isascii() and line.count(" ") > 15][:200]
     passages = [text.rsplit(" ", 1) for text in lines]
     passages += endings(theirs, " ".join(lines), count=5)
     file = tmp_path / "passages.jsonl"
@@ -189,6 +191,8 @@ def test_without_a_text_the_split_it_was_trained_with_is_measured(trained_run):
     ("words", "said"),
     [
         (["--text", "nosuch.txt"], "nosuch.txt is not a file"),
+        (["--limit", "5"], "--limit and --task-folder are for tasks"),
+        (["--tasks", "mine", "--task-folder", "nowhere"], "nowhere is not a folder"),
         (["--stride", "999"], "would leave targets out"),
         (["--seq-len", "99999"], "beyond the model's"),
         (["--split", "test", "--batch-size", "0"], "--batch-size 0 is not allowed"),

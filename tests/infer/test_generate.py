@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.errors import InputError
-from shoal.infer.generate import Row, generate, tokens_that_fit
+from shoal.infer.generate import Batch, Engine, Row, generate, tokens_that_fit
 from shoal.infer.sampling import Sampling
 from shoal.models.cache import KVCache
 from tests.models.hf import decoder_from_hf, random_gpt2, random_llama
@@ -132,3 +132,29 @@ def test_what_does_not_fit_learned_positions_is_refused():
         tokens_that_fit(gpt2, 32, None)
     assert tokens_that_fit(llama, 10, 100) == 100
     assert tokens_that_fit(llama, 40, None) == 256
+
+
+@STYLES
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_row_may_leave_while_a_prompt_is_read_in_parts(make, gone, monkeypatch):
+    monkeypatch.setattr("shoal.infer.generate._PREFILL", 4)
+    model = decoder_from_hf(make())
+    rows = [Row([5, 9, 2], 20), Row([7], 20, prompt=1), Row([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, prompt=2)]
+    batch = Batch(Engine(model, 3, 30), None)
+    for number in (0, 1):
+        assert list(batch.add(number, rows[number], GREEDY)) == [len(rows[number].tokens)]
+    for _ in range(3):
+        batch.advance()
+    reading = batch.add(2, rows[2], GREEDY)
+    assert next(reading) == 4
+    batch.drop(gone)
+    batch.advance()
+    assert list(reading) == [4, 1]
+    made = {0: [], 1: [], 2: []}
+    while batch:
+        for number, token in batch.advance():
+            made[number].append(token)
+    assert made[2] == [*continuations(model, [rows[2]])[0], None]
+    kept = 1 - gone
+    assert made[kept] == [*continuations(model, [rows[kept]])[0][4:], None]
+    assert made[gone] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import select
 import signal
 import socket
 import sys
@@ -19,7 +21,7 @@ from shoal.cli_models import serve
 from shoal.errors import InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
-from shoal.infer.serve.server import Address, Limits
+from shoal.infer.serve.server import Address, Limits, build_server
 from shoal.infer.text import Writer, complete, prompt_rows
 from tests import commands
 from tests.infer.serving import events, serving
@@ -160,15 +162,18 @@ RUBBISH = [
     ({"prompt": []}, 400, "prompt: "),
     ({"prompt": [3, 70_000]}, 400, "prompt 0 has the token 70000: there are 257"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+    ({"prompt": [-1] * 60_000}, 400, "prompt: "),
     ({"prompt": "a", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
     (
         {"prompt": "a", "logprobs": 3},
         400,
         "logprobs: Value error, this server does not do that; leave it out",
     ),
+    ({"prompt": "a", "logprobs": 0}, 400, "this server does not do that; leave it out"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty: Value error"),
     ({"prompt": "a", "tempertaure": 1}, 400, "tempertaure: Extra inputs are not permitted"),
     ({"prompt": "a", "stop": ["a"] * 5}, 400, "stop: "),
+    ({"prompt": "a", "stop": "a" * 1001}, 400, "stop: String should have at most 1000 characters"),
     ({"prompt": "a", "model": "gpt-4"}, 404, "the model 'gpt-4' is not here; this server has 'run'"),
     (b"{not JSON", 400, "JSON decode error"),
     (b'{"prompt": "\xff\xfe"}', 400, "parsing the body"),
@@ -176,7 +181,7 @@ RUBBISH = [
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: "),
     (b"[" * 100_000, 400, ""),
     (b"[]", 400, "the body: "),
-    (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', 413, "a request has at most 262144 bytes"),
+    (b'{"prompt": "' + b"a" * (8 << 20) + b'"}', 413, "a request has at most 262144 bytes"),
 ]
 
 
@@ -199,78 +204,101 @@ def test_other_paths_methods_hosts_and_no_http_are_refused(server):
     ):
         got = httpx.request(method, server.url + path)
         assert (got.status_code, bool(got.json()["error"]["message"])) == (status, True)
+    blind = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}')  # as a web page may
+    assert blind.status_code == 400
     rebound = httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example:80"})
     assert rebound.status_code == 421
     assert "127.0.0.1" in rebound.json()["error"]["message"]
-    assert server.exchange(b"\x16\x03\x01 no HTTP\r\n\r\n").startswith(b"HTTP/1.1 400")
+    said = server.exchange(b"\x16\x03\x01 no HTTP\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 400")
+    assert b'{"error": {"message": "this is no HTTP request that the server understands"' in said
 
 
-def leave_early(url, body):
-    """Ask, and leave after the first piece, or after a while where there is none."""
-    try:
-        with httpx.stream("POST", url, json=body, timeout=0.3) as got:
-            next(got.iter_text())
-    except httpx.ReadTimeout:
-        assert not body["stream"]
+def test_what_changes_nothing_is_taken_and_no_temperature_is_too_low(loaded, server):
+    idle = {
+        "best_of": 1,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "logprobs": False,
+        "suffix": "",
+        "user": "me",
+    }
+    cold = server.post(prompt="ab", temperature=1e-320, **idle)
+    assert cold.json()["choices"][0]["text"] == text_of(loaded, "ab")[0]
 
 
-def test_a_client_that_left_costs_nothing_more(loaded):
+def test_a_wrong_list_holds_nobody_up(server):
+    began = time.monotonic()
+    assert server.post(prompt=[-1] * 60_000).status_code == 400
+    assert server.post(prompt=[["a"]] * 30_000).status_code == 400
+    assert time.monotonic() - began < 5  # it was 8 s for each
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_left_costs_nothing_more(loaded, stream):
     with serving(loaded, Limits(batch_size=1)) as running:
-        running.step_s = 0.02
-        for stream in (True, False):
-            body = {"prompt": "a", "max_tokens": 60, "stream": stream, "temperature": 0}
-            leave_early(f"{running.url}/v1/completions", body)
-            before = running.steps
-            assert running.post(prompt="b", max_tokens=2).status_code == 200
-            assert running.steps - before < 10
+        running.step_s = 0.1
+        client = running.connect(prompt="a", max_tokens=60, stream=stream, temperature=0)
+        running.wait_for_steps(3)
+        client.close()
+        assert running.post(prompt="b", max_tokens=2, temperature=0).status_code == 200
+        assert running.steps < 40  # of 60, had the first been made to its end
 
 
 def test_what_takes_too_long_or_waits_in_too_long_a_line_is_told(loaded):
-    with serving(loaded, Limits(batch_size=1, waiting=1, request_s=0.6)) as running:
-        running.step_s = 0.05
-        late = running.post(prompt="a", max_tokens=60)
-        assert late.status_code == 408
-        assert "the time limit of 0.6 s is over" in late.json()["error"]["message"]
-        streamed = events(running.post(prompt="a", max_tokens=60, stream=True))
-        assert len(streamed) > 3
-        assert "time limit" in streamed[-1]["error"]["message"]
+    wish = {"prompt": "a", "max_tokens": 60, "temperature": 0}
+    with serving(loaded, Limits(batch_size=1, waiting=1, request_s=1.5)) as running:
+        running.step_s = 0.1
+        streamed = events(running.post(**wish, stream=True))
+        assert len(streamed) > 1
+        assert "the time limit of 1.5 s is over" in streamed[-1]["error"]["message"]
         with ThreadPoolExecutor(4) as clients:
-            asked = [clients.submit(running.post, prompt="a", max_tokens=60) for _ in range(4)]
-            statuses = sorted(one.result().status_code for one in asked)
-        assert statuses == [408, 408, 429, 429]
+            asked = [clients.submit(running.post, **wish) for _ in range(4)]
+            answers = sorted((one.result() for one in asked), key=lambda answer: answer.status_code)
+        assert [answer.status_code for answer in answers] == [408, 408, 429, 429]
+        assert "the time limit of 1.5 s is over" in answers[0].json()["error"]["message"]
+        assert "2 texts are being made; at most 2 may" in answers[2].json()["error"]["message"]
         running.step_s = 0.0
         assert running.post(prompt="a", max_tokens=2).status_code == 200
 
 
 def test_idle_and_slow_connections_are_ended_and_cost_nobody_else(loaded):
-    with serving(loaded, Limits(body_s=3.0)) as running:
-        idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(1000)]
-        idle[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
-        idle[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
-        began = time.monotonic()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of each are in this process
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    with serving(loaded, Limits(body_s=4.0)) as running:
+        clients = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(2)]
+        clients[0].sendall(head + b"Content-Le")
+        clients[1].sendall(head + b"Content-Length: 50\r\n\r\n{")
+        clients += [socket.create_connection(("127.0.0.1", running.port)) for _ in range(min(998, hard // 4))]
         assert running.post(prompt="a", max_tokens=20).status_code == 200
-        assert time.monotonic() - began < 3.0
-        for client in idle:
-            client.settimeout(20)
+        ended = select.poll()
+        for client in clients:
+            ended.register(client, select.POLLIN)
+        assert ended.poll(0) == []  # the answer came before any of them was ended
+        for client in clients:
+            client.settimeout(30)
             said = b"".join(iter(lambda client=client: client.recv(4096), b""))
             assert said.startswith(b"HTTP/1.1 408")
-            assert b"within 3 s" in said
+            assert b"within 4 s" in said
             client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_client_that_does_not_read_is_cut_off_alone(loaded):
-    limits = Limits(stall_s=1.0)
-    with serving(loaded, limits, send_bytes=4096) as running:
+@pytest.mark.parametrize("texts", [3, 64])  # one that fits the server's own buffer, and one that does not
+def test_a_client_that_does_not_read_is_cut_off_alone(loaded, texts):
+    with serving(loaded, Limits(stall_s=1.0), send_bytes=4096) as running:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", running.port))
-        body = json.dumps({"prompt": ["a"] * 64, "max_tokens": 60, "stream": True}).encode()
+        body = json.dumps({"prompt": ["a"] * texts, "max_tokens": 60, "stream": True, "temperature": 0})
         slow.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body) + body
+            b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
         )
+        running.wait_for_steps(2)
         assert running.post(prompt="b", max_tokens=5).status_code == 200
-        time.sleep(2.5)
+        running.wait_for(lambda: not running.server.server_state.connections)
         slow.settimeout(10)
         got = b"".join(iter(lambda: slow.recv(65536), b""))
         assert b"data: " in got
@@ -281,7 +309,7 @@ def test_a_client_that_does_not_read_is_cut_off_alone(loaded):
 def test_a_model_that_fails_ends_the_server_and_says_so(loaded):
     with serving(loaded) as running:
         running.fails = True
-        got = running.post(prompt="a", max_tokens=5)
+        got = running.post(prompt="a", max_tokens=5, temperature=0)
         assert got.status_code == 503
         assert "the model failed: out of everything" in got.json()["error"]["message"]
         assert str(running.batcher.failure) == "the model failed: out of everything"
@@ -293,6 +321,31 @@ def test_a_model_that_fails_ends_the_server_and_says_so(loaded):
                 break
         else:
             pytest.fail("it still listens")
+
+
+def test_a_stop_gives_what_is_under_way_its_time_and_then_says_so(loaded, capfd):
+    wish = {"prompt": "a", "max_tokens": 60, "temperature": 0}
+    with ThreadPoolExecutor(2) as clients:
+        with serving(loaded, Limits(grace_s=1)) as running:
+            running.step_s = 0.2
+            asked = [clients.submit(running.post, **wish, stream=stream) for stream in (False, True)]
+            running.wait_for_steps(3)
+            began = time.monotonic()
+        assert time.monotonic() - began < 8  # of 12 s
+        whole, streamed = (one.result() for one in asked)
+        assert whole.status_code == 503
+        assert whole.json()["error"]["message"] == "the server is stopping"
+        assert events(streamed)[-1]["error"]["message"] == "the server is stopping"
+    assert capfd.readouterr().err == ""
+
+
+def test_texts_that_need_more_memory_than_there_is_are_refused(loaded, monkeypatch):
+    monkeypatch.setattr("shoal.infer.serve.server.free_memory", lambda device: 3_000_000)
+    message = r"(?s)16 texts of 64 tokens need \S+ GB, and 0\.0 GB are free.*--max-len"
+    with pytest.raises(InputError, match=message):
+        build_server(loaded, "run", Address(), Limits())
+    _, batcher = build_server(loaded, "run", Address(), Limits(max_len=20))
+    assert batcher.capacity == 20
 
 
 def test_a_token_is_asked_for(loaded):
@@ -324,11 +377,14 @@ def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number):
     command, url = started(trained_run, "--port", "0")
     got = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "temperature": 0}, timeout=30)
     assert [one["text"] for one in got.json()["choices"]] == text_of(loaded, "ab")
-    with httpx.stream("POST", f"{url}/v1/completions", json={"max_tokens": 50, "stream": True}) as long:
+    wish = {"prompt": ["a"] * 64, "max_tokens": 60, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{url}/v1/completions", json=wish, timeout=60) as long:
         pieces = long.iter_text()
         begin = next(pieces)
         command.send_signal(number)
-        assert (begin + "".join(pieces)).endswith("data: [DONE]\n\n")  # what is under way is finished
+        rest = "".join(pieces)
+    assert (begin + rest).endswith("data: [DONE]\n\n")  # what is under way is finished
+    assert rest.count("data: ") > 100
     done = command.end(30)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("stopped\n")

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shoal.runtime.allocator import available_memory, physical_memory
+
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 MEMORY_WANTED_BYTES = 4_000_000_000  # what `shoal quickstart` stays under
@@ -115,8 +117,8 @@ def check_cores(
 
 def check_memory(total: int | None = None, available: int | None = None, limit: int | None = None) -> Finding:
     """Is there enough memory, counting a container's limit?"""
-    total = total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available, limit = available or _available_memory() or total, limit or _cgroup_memory_limit()
+    total = total or physical_memory()
+    available, limit = available or available_memory(), limit or _cgroup_memory_limit()
     usable = min(available, limit or available)
     limited = f"limited to {_gb(limit)} by the cgroup" if limit and limit < total else "no cgroup limit"
     fact = f"{_gb(total)} in all, {_gb(available)} available, {limited}"
@@ -262,13 +264,6 @@ def _cuda_names() -> list[str]:
         memory = _gb(torch.cuda.get_device_properties(index).total_memory)
         names.append(f"{torch.cuda.get_device_name(index)} ({memory})")
     return names
-
-
-def _available_memory() -> int | None:
-    """Read what Linux could give a new program without swapping; None elsewhere."""
-    file = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
-    return int(found[1]) * 1024 if found else None
 
 
 def _cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from shoal.comm.cost import all_reduce_cost
 from shoal.config.sections import Sync
 from shoal.config.sync_rules import STRATEGIES
 
@@ -207,20 +208,22 @@ def _asynchronous(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:
     """Return tensors sent by the busiest rank and in series through its host's link, and rounds."""
     n, h = replicas.count, replicas.hosts
+    if algorithm == "hierarchical":
+        ring, tree = 2 * (h - 1) / h, _levels(replicas.here)
+        rounds = all_reduce_cost("tree", replicas.here, 1), all_reduce_cost("chunked_ring", h, 1)
+        return ring + tree, ring, sum(part.num_rounds for part in rounds)
+    rounds_of = "chunked_ring" if algorithm == "backend" else algorithm
+    num_rounds = all_reduce_cost(rounds_of, n, 1).num_rounds
     match algorithm:
         case "ring":
-            return n - 1, n - 1, n - 1
+            return n - 1, n - 1, num_rounds
         case "tree":
-            return _levels(n), 2 * _levels(h), 2 * _levels(n)
+            return _levels(n), 2 * _levels(h), num_rounds
         case "halving_doubling":
             pairs, rest = _paired(n)
             pairs_of_hosts, rest_of_hosts = _paired(h)
-            levels = int(math.log2(n))
-            return pairs + rest, replicas.here * (pairs_of_hosts + 2 * rest_of_hosts), 2 * (levels + rest)
-        case "hierarchical":
-            ring, tree = 2 * (h - 1) / h, _levels(replicas.here)
-            return ring + tree, ring, 2 * (tree + h - 1)
-    return 2 * (n - 1) / n, 2 * (n - 1) / n, 2 * (n - 1)  # of the back end, too
+            return pairs + rest, replicas.here * (pairs_of_hosts + 2 * rest_of_hosts), num_rounds
+    return 2 * (n - 1) / n, 2 * (n - 1) / n, num_rounds
 
 
 def _two_phase(replicas: Replicas) -> tuple[float, float]:

@@ -58,6 +58,10 @@ def run(path: Path, measure: Measure, device: str, tp: int, nproc: int, json_fil
     for file in (measure.text, measure.wikitext, measure.lambada):
         if file is not None and not file.is_file():
             raise InputError(f"{file} is not a file")
+    if (measure.limit or measure.task_folder) and not measure.tasks:
+        raise InputError("--limit and --task-folder are for tasks", hint="name them: --tasks NAME,NAME")
+    if measure.task_folder is not None and not measure.task_folder.is_dir():
+        raise InputError(f"{measure.task_folder} is not a folder")
     with load_cut(path, device, tp, nproc) as loaded:
         found = evaluate(loaded, measure)
         checkpoint = loaded.checkpoint
@@ -135,7 +139,7 @@ def of_lambada(loaded: TextModel, passages: Sequence[tuple[str, str]], measure: 
         whole, before = loaded.tokenizer.encode(context + word), len(loaded.tokenizer.encode(context))
         length = min(len(whole), _seq_len(loaded, measure) + 1)
         spans.append(Span(whole[-length:], max(1, before - (len(whole) - length))))
-    scores = score_all(loaded, spans, measure)
+    scores = score_all(loaded, spans, measure.batch_size)
     return {
         "passages": len(spans),
         "accuracy": sum(one.greedy for one in scores) / len(spans),
@@ -153,10 +157,10 @@ def _seq_len(loaded: TextModel, measure: Measure) -> int:
     return measure.seq_len or shape.max_seq_len
 
 
-def score_all(loaded: TextModel, spans: Sequence[Span], measure: Measure) -> list[Score]:
+def score_all(loaded: TextModel, spans: Sequence[Span], batch_size: int) -> list[Score]:
     """Score spans, the longest first and in batches of alike lengths, with a progress bar on a terminal."""
     order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
-    console, size = Console(stderr=True), measure.batch_size * loaded.replicas
+    console, size = Console(stderr=True), batch_size * loaded.replicas
     bar: Callable[..., Iterable[int]] = track
     steps = bar(
         range(0, len(spans), size),
@@ -168,7 +172,7 @@ def score_all(loaded: TextModel, spans: Sequence[Span], measure: Measure) -> lis
     scores: dict[int, Score] = {}
     for n in steps:
         numbers = order[n : n + size]
-        found = loaded.score([spans[number] for number in numbers], measure.batch_size)
+        found = loaded.score([spans[number] for number in numbers], batch_size)
         scores |= zip(numbers, found, strict=True)
     return [scores[number] for number in range(len(spans))]
 
@@ -184,7 +188,7 @@ def _by_byte(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure, n
     if len(tokens) < 2:
         raise DataError("there is no token to score")
     loss_sum = math.fsum(
-        one.loss for one in score_all(loaded, sliding_spans(tokens, seq_len, stride), measure)
+        one.loss for one in score_all(loaded, sliding_spans(tokens, seq_len, stride), measure.batch_size)
     )
     mean = loss_sum / (len(tokens) - 1)
     return {

@@ -66,24 +66,22 @@ class Engine:
         self._model, self._head = model, model.head
         self._device = model.head.weight.device
         kind = (model.head.weight.dtype, self._device, model.head_parts)
-        self._cache = KVCache(model.shape, rows + 1, capacity, *kind)
+        self._cache = KVCache(model.shape, rows, capacity, *kind)
         self.rows, self.capacity = rows, capacity
         self.live = 0
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Read on in the sequence that is to come; return the logits of what follows, [padded vocabulary]."""
-        return self._logits(torch.tensor([tokens]), self.rows, 1)[0]
+        return self._logits(torch.tensor([tokens]), self.live, 1)[0]
 
     def admit(self) -> None:
         """Make the sequence that was read the last live one."""
-        self._cache.move(self.rows, self.live)
         self.live += 1
-        self.forget()
 
     def forget(self) -> None:
         """Begin anew with what is read."""
-        self._cache.lengths[self.rows] = 0
+        self._cache.lengths[self.live] = 0
 
     @torch.inference_mode()
     def step(self, chosen: Sequence[int]) -> Tensor:
@@ -91,10 +89,12 @@ class Engine:
         return self._logits(torch.tensor(chosen)[:, None], 0, self.live)
 
     def drop(self, place: int) -> None:
-        """Forget a live sequence; the last one takes its place."""
-        self.live -= 1
+        """Forget a live sequence; the last one takes its place, and what is read the last one's."""
+        being_read, self.live = self.live, self.live - 1
         if place < self.live:
             self._cache.move(self.live, place)
+        if being_read < self.rows:
+            self._cache.move(being_read, self.live)
 
     def _logits(self, tokens_bt: Tensor, first: int, count: int) -> Tensor:
         x_btd = self._model.hidden(tokens_bt.to(self._device), cache=self._cache.part(first, count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -16,22 +17,37 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from shoal.errors import InputError, ShoalError, nearest
 from shoal.infer.evaluate import Found, Measure, score_all
 from shoal.infer.generate import Row
-from shoal.infer.load import TextModel
+from shoal.infer.load import TextModel, load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Span
 from shoal.infer.text import Writer
+from shoal.runtime.device import select_device
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 
 
 @register_model("shoal")
 class HarnessModel(TemplateLM):
-    """What the harness asks a model: how likely a continuation is, and to write one."""
+    """What the harness asks a model: how likely a continuation is, and to write one.
 
-    def __init__(self, loaded: TextModel, measure: Measure) -> None:
+    In a program of your own, after an import of this module:
+    `simple_evaluate("shoal", model_args={"checkpoint": "runs/first"}, tasks=[...])`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | TextModel,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Take a model that is loaded, or load a run, a checkpoint or a Hugging Face folder."""
         super().__init__()
-        self._loaded, self._measure = loaded, measure
-        self._max_seq_len = loaded.model.shape.max_seq_len
+        if not isinstance(checkpoint, TextModel):
+            setting: Any = device or "auto"
+            checkpoint = load_text_model(Path(checkpoint), select_device(setting, 0, 1).torch_device)
+        self._loaded, self._batch_size = checkpoint, int(batch_size or Measure().batch_size)
+        self._max_seq_len = checkpoint.model.shape.max_seq_len
 
     @property
     def eot_token_id(self) -> int:
@@ -47,7 +63,7 @@ class HarnessModel(TemplateLM):
         for _texts, context, continuation in requests:
             tokens = (context + continuation)[-(self._max_seq_len + 1) :]
             spans.append(Span(tokens, max(1, len(tokens) - len(continuation))))
-        return [(-one.loss, one.greedy) for one in score_all(self._loaded, spans, self._measure)]
+        return [(-one.loss, one.greedy) for one in score_all(self._loaded, spans, self._batch_size)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts, in the windows that the harness defines."""
@@ -78,8 +94,8 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(requests)
         for (sampling, most), numbers in alike.items():
             rows = [self._row(requests[number].args[0], most, number) for number in numbers]
-            for first in range(0, len(rows), self._measure.batch_size):
-                batch = slice(first, first + self._measure.batch_size)
+            for first in range(0, len(rows), self._batch_size):
+                batch = slice(first, first + self._batch_size)
                 written = self._write(rows[batch], sampling, [stops[number] for number in numbers[batch]])
                 for number, text in zip(numbers[batch], written, strict=True):
                     texts[number] = text
@@ -110,7 +126,7 @@ def of_tasks(loaded: TextModel, measure: Measure) -> dict[str, Found]:
     manager = _manager_of(measure)
     try:
         answer = simple_evaluate(
-            HarnessModel(loaded, measure),
+            HarnessModel(loaded, measure.batch_size),
             tasks=list(measure.tasks),
             task_manager=manager,
             limit=measure.limit or None,

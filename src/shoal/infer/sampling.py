@@ -62,7 +62,9 @@ def choose(
 def _choose(logits_bv: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
     if sampling.greedy:
         return logits_bv.argmax(dim=-1).tolist()
-    logits_bv = filter_logits(logits_bv.double() / sampling.temperature, sampling.top_k, sampling.top_p)
+    logits_bv = logits_bv.double()
+    below_bv = logits_bv - logits_bv.amax(dim=-1, keepdim=True)  # first: no temperature makes it overflow
+    logits_bv = filter_logits(below_bv / sampling.temperature, sampling.top_k, sampling.top_p)
     cumulative_bv = logits_bv.softmax(dim=-1).cumsum(dim=-1)
     total_b1 = cumulative_bv[:, -1:].contiguous()
     draws = torch.cat(

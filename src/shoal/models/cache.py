@@ -30,6 +30,11 @@ class KVCache:
         self.layers = [(self.keys[n], self.values[n]) for n in range(shape.n_layers)]  # views, made once
         self.lengths = [0] * rows  # on the host: reading them must not wait for a device
 
+    @staticmethod
+    def num_bytes(shape: ModelShape, rows: int, capacity: int, head_parts: int = 1) -> int:
+        """Return how much memory such a cache takes in fp32."""
+        return 8 * shape.n_layers * rows * (shape.n_kv_heads // head_parts) * capacity * shape.head_dim
+
     def part(self, first: int, count: int) -> CachePart:
         """Return `count` rows from `first` on, to be given tokens in one forward pass."""
         return CachePart(self, first, count)

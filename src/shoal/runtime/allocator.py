@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 _HUGE_PAGE = 2 << 20
+
+
+def physical_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Return the bytes that Linux could give a new program without swapping; elsewhere all there are."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
+    return int(found[1]) * 1024 if found else physical_memory()
 
 
 def keep_memory() -> None:
@@ -25,8 +39,7 @@ def keep_memory() -> None:
         return
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    _widen_heap(libc, memory // 2)  # the kernel refuses what could never be there
+    _widen_heap(libc, physical_memory() // 2)  # the kernel refuses what could never be there
 
 
 def _widen_heap(libc: ctypes.CDLL, size: int) -> None:

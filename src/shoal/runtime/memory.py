@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.runtime.allocator import available_memory
 from shoal.runtime.device import Device
 
 
@@ -19,6 +20,11 @@ class MemoryUse:
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that new tensors could take on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def memory_use(device: Device) -> MemoryUse:

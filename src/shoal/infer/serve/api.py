@@ -16,17 +16,19 @@ from shoal.infer.sampling import Sampling
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_TEXTS = 64  # of one request
 _NOT_DONE: dict[str, Any] = {  # values that change nothing are taken, for clients that send them all
-    "best_of": None,
+    "best_of": 1,
     "frequency_penalty": 0.0,
     "logit_bias": {},
-    "logprobs": None,
+    "logprobs": False,
     "presence_penalty": 0.0,
     "suffix": "",
 }
 
 Text = Annotated[str, StringConstraints(strict=True)]
+Stop = Annotated[str, StringConstraints(strict=True, max_length=1000)]
 Token = Annotated[int, Field(ge=0, strict=True)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+_LIST = Field(min_length=1, fail_fast=True)  # or each of 100,000 wrong ids would get a sentence
+Tokens = Annotated[list[Token], _LIST]
 
 
 class StreamOptions(BaseModel):
@@ -43,13 +45,13 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1)] = ""
+    prompt: Text | Tokens | Annotated[list[Text], _LIST] | Annotated[list[Tokens], _LIST] = ""
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     n: int | None = Field(None, ge=1, le=MAX_TEXTS)
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: int | None = None
     echo: bool | None = None
     stream: bool | None = None
@@ -66,7 +68,8 @@ class CompletionRequest(BaseModel):
     @classmethod
     def _is_not_done(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if value is not None and value != _NOT_DONE[info.field_name]:
+        harmless = _NOT_DONE[info.field_name]
+        if value is not None and (value != harmless or isinstance(value, bool) != isinstance(harmless, bool)):
             raise ValueError("this server does not do that; leave it out")
         return value
 

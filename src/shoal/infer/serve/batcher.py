@@ -120,12 +120,14 @@ class Batcher:
             while not (self._closed or self._waiting or self._live or self._reading):
                 self._change.wait()
             self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled)
-            for ticket in [ticket for ticket in self._live if ticket.cancelled]:
-                self._batch.drop(ticket)
-                self._live.remove(ticket)
             if self._reading and self._reading[0].cancelled:
                 self._reading = None
-            return self._closed is None
+            dropped = [ticket for ticket in self._live if ticket.cancelled]
+            self._live.difference_update(dropped)
+            goes_on = self._closed is None
+        for ticket in dropped:
+            self._batch.drop(ticket)
+        return goes_on
 
     def _read(self) -> None:
         """Read of the waiting prompts as much as the live rows can wait for; take in those that are read."""

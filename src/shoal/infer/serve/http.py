@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from typing import Any
 
 import h11
@@ -13,25 +14,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.infer.serve.api import failure
 
-_LOCAL = {b"127.0.0.1", b"localhost", b"[::1]"}
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_READ_BYTES = 64 << 20  # of a request that is too large: one that is cut off may not see its answer
 
 
 class Guard:
     """Lets requests through to an application that are whole, small, in time, and by who may ask.
 
     Without a token a browser's page from elsewhere must not reach the server under a name of its own, so that
-    only the names of this machine are answered.
+    only the names of this machine, and the `host` that the server listens on, are answered.
     """
 
-    def __init__(self, app: ASGIApp, token: str, body_bytes: int, body_s: float) -> None:
+    def __init__(self, app: ASGIApp, host: str, token: str, body_bytes: int, body_s: float) -> None:
         self._app, self._token = app, token.encode()
+        self._names = {name.encode() for name in (*_LOCAL, f"[{host}]" if ":" in host else host)}
         self._body_bytes, self._body_s = body_bytes, body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, refusal = b"", self._refusal(scope)
+        body, num_bytes, refusal = b"", 0, self._refusal(scope)
         try:
             async with asyncio.timeout(self._body_s):
                 more = refusal is None
@@ -39,10 +42,13 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > self._body_bytes:
-                        more, refusal = False, (413, f"a request has at most {self._body_bytes} bytes")
+                    part = message.get("body", b"")
+                    num_bytes += len(part)
+                    more = message.get("more_body", False) and num_bytes <= _READ_BYTES
+                    if num_bytes > self._body_bytes:
+                        body, refusal = b"", (413, f"a request has at most {self._body_bytes} bytes")
+                    else:
+                        body += part
         except TimeoutError:
             refusal = 408, f"the request did not arrive within {self._body_s:g} s"
         if refusal is not None:
@@ -65,10 +71,9 @@ class Guard:
             given = headers.get(b"authorization", b"")
             if scope["path"] != "/" and not hmac.compare_digest(given, b"Bearer " + self._token):
                 return 401, "this server asks for its token: Authorization: Bearer TOKEN"
-        elif (
-            headers.get(b"host", b"").rsplit(b":", 1)[0] not in _LOCAL and headers.get(b"host") not in _LOCAL
-        ):
-            return 421, "this server answers to 127.0.0.1, localhost and [::1] only"
+        elif re.sub(rb":\d+$", b"", headers.get(b"host", b"")) not in self._names:
+            names = b", ".join(sorted(self._names)).decode()
+            return 421, f"this server has the names {names} only"
         return None
 
 
@@ -97,6 +102,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # or pause_writing tells of large answers only
         self._timer = self.loop.call_later(self._request_s, self._give_up)
 
     def data_received(self, data: bytes) -> None:
@@ -129,13 +135,19 @@ class TimedProtocol(H11Protocol):
     def _give_up(self) -> None:
         if self.transport.is_closing() or self.conn.our_state is not h11.IDLE:
             return
-        body = json.dumps(failure(f"no whole request came within {self._request_s:g} s")).encode()
+        self._refuse(408, f"no whole request came within {self._request_s:g} s")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is no HTTP request that the server understands")
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        body = json.dumps(failure(sentence)).encode()
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
             ("connection", "close"),
         ]
-        events = (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        events = (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
         for event in events:
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

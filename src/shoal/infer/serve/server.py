@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -32,7 +32,9 @@ from shoal.infer.serve.api import Answer, CompletionRequest, choice, failure, us
 from shoal.infer.serve.batcher import Batcher, BusyError, GoneError, Ticket
 from shoal.infer.serve.http import Guard, TimedProtocol
 from shoal.infer.text import Writer
+from shoal.models.cache import KVCache
 from shoal.runtime.device import select_device
+from shoal.runtime.memory import free_memory
 
 T = TypeVar("T")
 
@@ -45,20 +47,24 @@ class Limits:
     """What one client may take of the server."""
 
     batch_size: int = 16  # texts computed at a time
+    max_len: int = 0  # tokens of one, its prompt included; 0: as many as the model has positions
     waiting: int = 256  # texts that wait for that
     body_bytes: int = 256 << 10
     body_s: float = 10.0  # for a request to arrive whole
     request_s: float = 120.0  # for its answer
     stall_s: float = 30.0  # that a client may leave its answer unread
+    grace_s: int = 5  # for what is under way once the server is to stop
 
     def __post_init__(self) -> None:
-        for name, option in (
-            ("batch_size", "batch-size"),
-            ("waiting", "max-waiting"),
-            ("request_s", "time-limit"),
-        ):
-            if (value := getattr(self, name)) <= 0:
-                raise InputError(f"--{option} {value} is not allowed", hint="use 1 or more")
+        at_least_1 = {
+            "batch-size": self.batch_size,
+            "max-waiting": self.waiting,
+            "time-limit": self.request_s,
+            "max-len": self.max_len or 1,
+        }
+        for option, value in at_least_1.items():
+            if value < 1:
+                raise InputError(f"--{option} {value:g} is not allowed", hint="use 1 or more")
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def run(path: Path, address: Address, limits: Limits, device: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     name = path.resolve().name
-    server, batcher = build_server(loaded, name, address.token, limits)
+    server, batcher = build_server(loaded, name, address, limits)
     web = threading.Thread(target=answer, args=(server, batcher, listener), name="web")
 
     def stop(*_: object) -> None:
@@ -105,7 +111,7 @@ def run(path: Path, address: Address, limits: Limits, device: str) -> None:
         signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     place = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(f"{name}: {loaded.model.shape.max_seq_len} positions, {limits.batch_size} texts at a time")
+    print(f"{name}: {limits.batch_size} texts of at most {batcher.capacity} tokens at a time")
     print(f"serving at {place}/ (API: {place}/v1); Ctrl-C stops", flush=True)
     web.start()
     batcher.run()
@@ -123,21 +129,50 @@ def answer(server: uvicorn.Server, batcher: Batcher, listener: socket.socket) ->
         batcher.close()
 
 
-def build_server(loaded: TextModel, name: str, token: str, limits: Limits) -> tuple[uvicorn.Server, Batcher]:
-    """Return a server and what computes for it, neither of them started; it ends when the other fails."""
+class Server(uvicorn.Server):
+    """Tells what is still under way, when it has had its time after a stop, that it comes to nothing."""
+
+    def __init__(self, config: uvicorn.Config, batcher: Batcher, grace_s: float) -> None:
+        super().__init__(config)
+        self._batcher, self._grace_s = batcher, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._grace_s, self._batcher.close)
+        await super().shutdown(sockets)
+
+
+def build_server(loaded: TextModel, name: str, address: Address, limits: Limits) -> tuple[Server, Batcher]:
+    """Return a server and what computes for it, neither of them started; it ends when the other fails.
+
+    An InputError says where the texts need more memory than there is.
+    """
 
     def stop() -> None:
         server.should_exit = True
 
-    engine = Engine(loaded.model, limits.batch_size, loaded.model.shape.max_seq_len)
-    batcher = Batcher(engine, loaded.eod_id, limits.waiting, stop)
-    app = Guard(build_app(loaded, name, batcher, limits), token, limits.body_bytes, limits.body_s)
-    http: Any = partial(TimedProtocol, request_s=limits.body_s, stall_s=limits.stall_s)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, http=http, ws="none", log_level="warning", timeout_graceful_shutdown=5, server_header=False
+    shape = loaded.model.shape
+    max_len = min(limits.max_len or shape.max_seq_len, shape.max_seq_len)
+    wanted = KVCache.num_bytes(shape, limits.batch_size, max_len, loaded.model.head_parts)
+    if wanted > (there := free_memory(next(loaded.model.parameters()).device)):
+        raise InputError(
+            f"{limits.batch_size} texts of {max_len} tokens need {wanted / 1e9:.1f} GB, and "
+            f"{there / 1e9:.1f} GB are free",
+            hint="use a smaller --max-len or --batch-size",
         )
+    engine = Engine(loaded.model, limits.batch_size, max_len)
+    batcher = Batcher(engine, loaded.eod_id, limits.waiting, stop)
+    app = build_app(loaded, name, batcher, limits)
+    guarded = Guard(app, address.host, address.token, limits.body_bytes, limits.body_s)
+    http: Any = partial(TimedProtocol, request_s=limits.body_s, stall_s=limits.stall_s)
+    config = uvicorn.Config(
+        guarded,
+        http=http,
+        ws="none",
+        log_level="error",
+        timeout_graceful_shutdown=limits.grace_s + 5,  # to tell clients
+        server_header=False,
     )
+    server = Server(config, batcher, limits.grace_s)
     return server, batcher
 
 
@@ -169,14 +204,17 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
     @app.post("/v1/completions")
     async def completions(wanted: CompletionRequest, request: Request) -> Response:
         _check_name(wanted.model, name)
-        rows = wanted.rows(loaded, batcher.capacity)
+        rows = await asyncio.to_thread(wanted.rows, loaded, batcher.capacity)
         writers = [Writer(loaded.tokenizer, row.tokens, wanted.stops) for row in rows]
-        made = Texts(batcher, rows, wanted, writers, limits.request_s)
         answer = Answer(name)
         echoes = [loaded.tokenizer.decode(list(row.tokens)) for row in rows] if wanted.echo else []
+        made = Texts(batcher, rows, wanted, writers, limits.request_s)
         if wanted.stream:
-            return EventStream(_events(made, wanted, echoes, answer))
-        found = await _unless_gone(request, made.whole())
+            return EventStream(made, _events(made, wanted, echoes, answer))
+        try:
+            found = await _unless_gone(request, made.whole())
+        finally:
+            made.close()
         if found is None:
             return Response(status_code=499)  # nobody reads it
         begins = echoes or [""] * len(rows)
@@ -190,7 +228,7 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
 
 
 class Texts:
-    """The texts of one request as they are made; leaving an iteration gives up what is not made yet."""
+    """The texts of one request as they are made; `close` gives up what is not made yet."""
 
     def __init__(
         self,
@@ -200,7 +238,7 @@ class Texts:
         writers: list[Writer],
         limit_s: float,
     ) -> None:
-        self._batcher, self._rows, self._writers, self._limit_s = batcher, rows, writers, limit_s
+        self._batcher, self._rows, self._writers = batcher, rows, writers
         self._queue: asyncio.Queue[tuple[int, int | Exception | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         sampling = wanted.sampling()
@@ -209,6 +247,13 @@ class Texts:
         ]
         self._made = [0] * len(rows)
         batcher.submit(self._tickets)
+        late = LateError(f"the time limit of {limit_s:g} s is over", hint="ask for fewer tokens")
+        self._timer = loop.call_later(limit_s, self._queue.put_nowait, (0, late))
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        self._timer.cancel()
+        self._batcher.cancel(self._tickets)
 
     def usage(self) -> dict[str, int]:
         """Return the count of tokens so far; a prompt counts once."""
@@ -226,28 +271,24 @@ class Texts:
     async def pieces(self) -> AsyncGenerator[tuple[int, str, str | None], None]:
         """Yield (row, text, why it ended or None); an error of the server or the time limit is raised."""
         left = set(range(len(self._rows)))
-        late = LateError(f"the time limit of {self._limit_s:g} s is over", hint="ask for fewer tokens")
-        timer = asyncio.get_running_loop().call_later(self._limit_s, self._queue.put_nowait, (0, late))
-        try:
-            while left:
-                index, item = await self._queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if index not in left:  # a token that was under way when a stop text was found
-                    continue
-                text, finish = self._take(index, item)
-                if finish:
-                    left.remove(index)
-                if text or finish:
-                    yield index, text, finish
-        finally:
-            timer.cancel()
-            self._batcher.cancel(self._tickets)
+        while left:
+            index, item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if index not in left:  # a token that was under way when a stop text was found
+                continue
+            text, finish = self._take(index, item)
+            if finish:
+                left.remove(index)
+            if text or finish:
+                yield index, text, finish
 
     def _take(self, index: int, token: int | None) -> tuple[str, str | None]:
         writer, ticket = self._writers[index], self._tickets[index]
         if token is None:
-            return writer.end(), "length" if self._made[index] == ticket.row.max_tokens else "stop"
+            text = writer.end()
+            whole = self._made[index] == ticket.row.max_tokens and not writer.stopped
+            return text, "length" if whole else "stop"
         self._made[index] += 1
         text = writer.push(token)
         if writer.stopped:
@@ -255,7 +296,8 @@ class Texts:
         return text, "stop" if writer.stopped else None
 
     def _deliver(self, loop: asyncio.AbstractEventLoop, index: int, item: int | Exception | None) -> None:
-        loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
+        with suppress(RuntimeError):  # the loop is closed: the server has stopped, and nobody waits
+            loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
 
 
 class LateError(ShoalError):
@@ -263,17 +305,17 @@ class LateError(ShoalError):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; what they come from is closed as soon as the client has left."""
+    """Server-sent events; what they tell of is given up as soon as the client has left."""
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, made: Texts, events: AsyncGenerator[str, None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._events = events
+        self._made = made
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()
+            self._made.close()
 
 
 async def _events(
@@ -282,18 +324,17 @@ async def _events(
     def event(body: dict[str, Any]) -> str:
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    async with aclosing(made.pieces()) as pieces:
-        for index, text in enumerate(echoes):
-            yield event(answer.body([choice(index, text, None)]))
-        try:
-            async for index, text, finish in pieces:
-                yield event(answer.body([choice(index, text, finish)]))
-        except ShoalError as error:  # the status has been sent: the stream itself has to tell
-            yield event(failure(str(error), "server_error"))
-            return
-        if wanted.stream_options is not None and wanted.stream_options.include_usage:
-            yield event(answer.body([], made.usage()))
-        yield "data: [DONE]\n\n"
+    for index, text in enumerate(echoes):
+        yield event(answer.body([choice(index, text, None)]))
+    try:
+        async for index, text, finish in made.pieces():
+            yield event(answer.body([choice(index, text, finish)]))
+    except ShoalError as error:  # the status has been sent: the stream itself has to tell
+        yield event(failure(str(error), "server_error"))
+        return
+    if wanted.stream_options is not None and wanted.stream_options.include_usage:
+        yield event(answer.body([], made.usage()))
+    yield "data: [DONE]\n\n"
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
