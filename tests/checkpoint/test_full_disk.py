@@ -5,8 +5,15 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from shoal.checkpoint.export import export
+from shoal.checkpoint.importing import Wanted
+from shoal.checkpoint.importing import run as import_model
 from shoal.checkpoint.manifest import resolve_checkpoint
+from shoal.errors import ShoalError
 from tests import commands
+from tests.models.hf import random_gpt2
 from tests.tiny_dataset import random_dataset
 
 OPTIONS = [
@@ -35,17 +42,13 @@ def test_training_stops_with_a_sentence_and_goes_on_once_there_is_room(small_dis
 
 
 def test_models_that_do_not_fit_go_neither_in_nor_out(small_disk: Path, tmp_path: Path):
-    data, run = random_dataset(tmp_path / "data"), tmp_path / "run"
-    wide = ["--model.n-layers=2", "--model.d-model=512", "--model.n-heads=4", "--train.steps=1"]
-    trained = commands.run("train", "tiny", f"--data={data}", f"--run-dir={run}", *wide, timeout=200)
-    assert trained.returncode == 0, trained.stderr
-    out = commands.run("export", run, tmp_path / "out", "--no-prove")
-    assert out.returncode == 0, out.stderr
-    for words in (
-        ["export", run, small_disk / "out", "--no-prove"],
-        ["import", tmp_path / "out", small_disk / "in"],
-    ):
-        full = commands.run(*words)
-        assert full.returncode == 1
-        assert "the disk is full: cannot write" in full.stderr
-        assert list(small_disk.iterdir()) == []
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    random_gpt2(n_embd=512, n_head=4).save_pretrained(theirs)
+    import_model(theirs, ours, Wanted())
+    full = pytest.raises(ShoalError, match="the disk is full: cannot write")
+    with full:
+        import_model(theirs, small_disk / "in", Wanted())
+    assert list(small_disk.iterdir()) == []
+    with full:
+        export(ours, small_disk / "out")
+    assert list(small_disk.iterdir()) == []

@@ -121,6 +121,7 @@ def test_two_sound_hosts_with_a_shared_folder(two_hosts, tmp_path):
     assert statuses == [0, 0]
 
 
+@pytest.mark.proof
 def test_other_data_and_folders_of_their_own_are_told_on_both_hosts(two_hosts, tmp_path):
     folders = {name: tmp_path / name for name in NAMES}
     for seed, folder in enumerate(folders.values()):

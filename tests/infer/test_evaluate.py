@@ -155,7 +155,8 @@ def evaluated(target, *words):
     return json.loads(Path(target).read_text())
 
 
-def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path):
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.proof)])
+def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path, nproc):
     (tmp_path / "text.txt").write_text("a text that nobody trained on. " * 40)
     words = [
         trained_run,
@@ -169,8 +170,9 @@ def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_r
         "4",
     ]
     alone = evaluated(tmp_path / "1.json", *words)
-    assert evaluated(tmp_path / "2.json", *words, "--nproc", "2") == alone
-    (cut,) = evaluated(tmp_path / "tp.json", *words, "--tp", "2", "--nproc", "4").values()
+    if nproc == 2:
+        assert evaluated(tmp_path / "2.json", *words, "--nproc", "2") == alone
+    (cut,) = evaluated(tmp_path / "tp.json", *words, "--tp", "2", "--nproc", nproc).values()
     (one,) = alone.values()
     assert cut["tokens"] == one["tokens"]
     assert cut["loss"] == pytest.approx(one["loss"], rel=2e-6)

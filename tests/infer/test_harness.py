@@ -152,10 +152,15 @@ def test_tasks_give_the_figures_of_transformers(trained_run, exported, tmp_path,
     assert 0 < ours["writing (lm-eval)"]["exact_match"] < 1
 
 
-def test_what_the_harness_cannot_do_is_a_sentence(trained_run, tmp_path, offline):
+@pytest.mark.proof  # all of the harness's files are read, for a quarter of a minute
+def test_a_task_that_there_is_not_is_a_sentence(trained_run):
     loaded = load_text_model(trained_run, torch.device("cpu"))
     with pytest.raises(InputError, match=r"(?s)has no task 'hellaswagg'.*did you mean 'hellaswag'\?"):
         evaluate(loaded, Measure(tasks=("hellaswagg",)))
+
+
+def test_a_task_that_cannot_be_run_is_a_sentence(trained_run, tmp_path, offline):
+    loaded = load_text_model(trained_run, torch.device("cpu"))
     (tmp_path / "gone.yaml").write_text(
         TASK.format(name="gone", data=tmp_path / "none", kind="multiple_choice", rest=TASKS["choosing"][1])
     )

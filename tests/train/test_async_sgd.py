@@ -115,28 +115,27 @@ def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_tha
 
 
 @pytest.mark.proof
-def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_one_that_stands_still(data, tmp_path):
+def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_what_one_that_stands_still_has(
+    data, tmp_path
+):
     run = tmp_path / "run"
+    folders = [run, run / "replicas/1", run / "replicas/2"]
     options = ("--nproc", "3", "--sync.strategy", "async_sgd", "--sync.staleness", "4")
-    options += (
-        "--train.steps",
-        "1000000",
-        "--train.global_batch_size",
-        "12",
-        "--train.micro_batch_size",
-        "4",
-    )
+    options += ("--train.steps", "1000000", "--train.global_batch_size", "96")
+    options += ("--train.micro_batch_size", "32")  # steps that take longer than messages
     job = Running(data, run, *options, "--train.compile", "off", "--checkpoint.every", "100000")
     job.wait_for_step(20, timeout=120)
     worker = int((run / "replicas/2/ranks/rank-0/pid").read_text())
     os.kill(worker, signal.SIGSTOP)
     try:
+        # What a worker has heard that it has of all: up to three steps less than the slowest had done.
+        heard = min(map(step_of, folders)) - 3
         time.sleep(5)
-        stood = step_of(run / "replicas/2")  # or the next, whose line it did not come to write
-        others = [step_of(run), step_of(run / "replicas/1")]
+        first, second, stood = map(step_of, folders)
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert all(stood + 4 <= step <= stood + 6 for step in others), (stood, others)
+    assert min(first, second) >= heard + 4, (heard, first, second)
+    assert max(first, second) <= stood + 6, (first, second, stood)  # one may be done and not yet written
     job.wait_for_step(stood + 40, timeout=120)
     job.process.send_signal(signal.SIGTERM)
     status, screen = job.end(120)
