@@ -51,7 +51,7 @@ check: setup ## format, lint, types, architecture, size
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python tools/lines.py
 
-bench-train: setup ## training speed beside transformers and litgpt on this CPU (half an hour)
+bench-train: setup ## training speed beside transformers and litgpt on this CPU (7 minutes)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
 
 gpu-check: ## GPU tests and training speed with PYTHON as it is, no setup: make gpu-check PART=train (10 minutes)
