@@ -401,6 +401,12 @@ def test_without_its_packages_it_says_what_to_install(trained_run, monkeypatch):
 def test_what_cannot_be_served_is_a_sentence(trained_run, tmp_path):
     with pytest.raises(InputError, match=r"(?s)--host 0\.0\.0\.0 lets other machines in.*--token-file"):
         Address("0.0.0.0")
+    with pytest.raises(InputError, match="--port 99999 is no port"):
+        Address(port=99999)
+    with pytest.raises(InputError, match="--time-limit nan is not allowed"):
+        Limits(request_s=float("nan"))
+    with pytest.raises(InputError, match="--max-len -1 is not allowed"):
+        Limits(max_len=-1)
     short = tmp_path / "token"
     short.write_text("secret\n")
     refused = commands.run("serve", trained_run, "--host", "0.0.0.0", "--token-file", short)

@@ -63,7 +63,7 @@ class Limits:
             "max-len": self.max_len or 1,
         }
         for option, value in at_least_1.items():
-            if value < 1:
+            if not 1 <= value < float("inf"):
                 raise InputError(f"--{option} {value:g} is not allowed", hint="use 1 or more")
 
 
@@ -76,6 +76,8 @@ class Address:
     token: str = ""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise InputError(f"--port {self.port} is no port", hint="use 1 to 65535, or 0 for a free one")
         if not self.token and not _is_loopback(self.host):
             raise InputError(
                 f"--host {self.host} lets other machines in: a token is required",
