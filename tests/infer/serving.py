@@ -14,7 +14,7 @@ import httpx2 as httpx
 
 from shoal.infer.load import TextModel
 from shoal.infer.serve.batcher import Batcher
-from shoal.infer.serve.server import Address, Limits, Server, answer, build_server
+from shoal.infer.serve.server import Address, Limits, Server, build_server, run_web
 
 
 class Running:
@@ -79,7 +79,7 @@ def serving(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     running = Running(server, batcher, listener.getsockname()[1])
     threads = [
-        threading.Thread(target=answer, args=(server, batcher, listener)),
+        threading.Thread(target=run_web, args=(server, batcher, listener)),
         threading.Thread(target=batcher.run),
     ]
     fallen: list[object] = []

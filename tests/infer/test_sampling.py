@@ -73,3 +73,21 @@ def test_temperature_sharpens_and_greedy_takes_the_likeliest():
 def test_settings_out_of_range_are_refused(settings, said):
     with pytest.raises(InputError, match=f"(?s){said}"):
         Sampling(**settings)
+
+
+def test_rows_of_one_batch_may_be_drawn_in_different_ways():
+    ways = [
+        Sampling(greedy=True),
+        Sampling(seed=3),
+        Sampling(temperature=5.0, seed=4),
+        Sampling(top_k=2, seed=5),
+    ] * 5
+    logits = torch.randn(len(ways), LOGITS.shape[1], generator=torch.Generator().manual_seed(0))
+
+    def drawn(rows):
+        generators = [row_generator(ways[row].seed, row, 0) for row in rows]
+        return choose(logits[rows], [ways[row] for row in rows], generators)
+
+    together = drawn(list(range(len(ways))))
+    assert together == [drawn([row])[0] for row in range(len(ways))]
+    assert together != logits.argmax(dim=1).tolist()

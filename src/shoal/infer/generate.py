@@ -95,6 +95,9 @@ class Engine:
             self._cache.move(self.live, place)
         if being_read < self.rows:
             self._cache.move(being_read, self.live)
+            self._cache.lengths[being_read] = 0
+        else:
+            self.forget()
 
     def _logits(self, tokens_bt: Tensor, first: int, count: int) -> Tensor:
         x_btd = self._model.hidden(tokens_bt.to(self._device), cache=self._cache.part(first, count))

@@ -20,7 +20,7 @@ from shoal.infer.generate import Row
 from shoal.infer.load import TextModel, load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Span
-from shoal.infer.text import Writer
+from shoal.infer.text import complete
 from shoal.runtime.device import select_device
 
 Request = tuple[tuple[str, str], list[int], list[int]]
@@ -94,26 +94,16 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(requests)
         for (sampling, most), numbers in alike.items():
             rows = [self._row(requests[number].args[0], most, number) for number in numbers]
-            for first in range(0, len(rows), self._batch_size):
-                batch = slice(first, first + self._batch_size)
-                written = self._write(rows[batch], sampling, [stops[number] for number in numbers[batch]])
-                for number, text in zip(numbers[batch], written, strict=True):
-                    texts[number] = text
+            own_stops = [stops[number] for number in numbers]
+            made = complete(self._loaded, rows, sampling, self._batch_size, own_stops)
+            for number, one in zip(numbers, made, strict=True):
+                texts[number] = one.text
         return texts
 
     def _row(self, context: str, max_tokens: int, number: int) -> Row:
         max_tokens = min(max_tokens, self._max_seq_len - 1)
         tokens = self.tok_encode(context)[-(self._max_seq_len - max_tokens) :] or [self.eot_token_id]
         return Row(tokens, max_tokens, prompt=number)
-
-    def _write(self, rows: list[Row], sampling: Sampling, stops: list[list[str]]) -> list[str]:
-        writers = [
-            Writer(self._loaded.tokenizer, row.tokens, own) for row, own in zip(rows, stops, strict=True)
-        ]
-        texts = [""] * len(rows)
-        for number, token in self._loaded.generate(rows, sampling):
-            texts[number] += writers[number].push(token)
-        return [text + writer.end() for text, writer in zip(texts, writers, strict=True)]
 
 
 def of_tasks(loaded: TextModel, measure: Measure) -> dict[str, Found]:

@@ -15,7 +15,7 @@ _CONTEXT = 16  # tokens; more than a character is cut into
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of a prompt; `finish` is "eod" (end of document) or "length"."""
+    """The continuation of a prompt; `finish` is "eod" (end of document), "length" or "stop" (a stop text)."""
 
     text: str
     num_tokens: int
@@ -81,19 +81,28 @@ def stream(loaded: TextModel, row: Row, sampling: Sampling) -> Iterator[str]:
 
 
 def complete(
-    loaded: TextModel, rows: Sequence[Row], sampling: Sampling, batch_size: int
+    loaded: TextModel,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    batch_size: int,
+    stops: Sequence[Sequence[str]] = (),
 ) -> Iterator[Completion]:
-    """Yield the continuation of each row in order, computed in batches of at most `batch_size`."""
+    """Yield the continuation of each row in order, computed in batches of at most `batch_size`.
+
+    `stops` has the texts before which each row ends.
+    """
+    stops = stops or [()] * len(rows)
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         tokens: list[list[int]] = [[] for _ in batch]
         for row, token in loaded.generate(batch, sampling):
             tokens[row].append(token)
-        yield from (_completion(loaded, row, got) for row, got in zip(batch, tokens, strict=True))
+        own = stops[first : first + batch_size]
+        yield from (_completion(loaded, *one) for one in zip(batch, tokens, own, strict=True))
 
 
-def _completion(loaded: TextModel, row: Row, tokens: list[int]) -> Completion:
-    writer = Writer(loaded.tokenizer, row.tokens)
-    pieces = [writer.push(token) for token in tokens]
+def _completion(loaded: TextModel, row: Row, tokens: list[int], stops: Sequence[str]) -> Completion:
+    writer = Writer(loaded.tokenizer, row.tokens, stops)
+    text = "".join(writer.push(token) for token in tokens) + writer.end()
     finish = "length" if len(tokens) == row.max_tokens else "eod"
-    return Completion("".join(pieces) + writer.end(), len(tokens), finish)
+    return Completion(text, len(tokens), "stop" if writer.stopped else finish)

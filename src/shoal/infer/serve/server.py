@@ -104,7 +104,7 @@ def run(path: Path, address: Address, limits: Limits, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     name = path.resolve().name
     server, batcher = build_server(loaded, name, address, limits)
-    web = threading.Thread(target=answer, args=(server, batcher, listener), name="web")
+    web = threading.Thread(target=run_web, args=(server, batcher, listener), name="web")
 
     def stop(*_: object) -> None:
         server.should_exit = True
@@ -123,7 +123,7 @@ def run(path: Path, address: Address, limits: Limits, device: str) -> None:
     print("stopped")
 
 
-def answer(server: uvicorn.Server, batcher: Batcher, listener: socket.socket) -> None:
+def run_web(server: uvicorn.Server, batcher: Batcher, listener: socket.socket) -> None:
     """Answer until the server is to exit and what is under way is done; then let the batcher end."""
     try:
         server.run(sockets=[listener])
