@@ -377,14 +377,14 @@ def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number):
     command, url = started(trained_run, "--port", "0")
     got = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "temperature": 0}, timeout=30)
     assert [one["text"] for one in got.json()["choices"]] == text_of(loaded, "ab")
-    wish = {"prompt": ["a"] * 64, "max_tokens": 60, "stream": True, "temperature": 0}
+    wish = {"prompt": ["a"] * 16, "max_tokens": 30, "stream": True, "temperature": 0}  # in a part of 5 s
     with httpx.stream("POST", f"{url}/v1/completions", json=wish, timeout=60) as long:
         pieces = long.iter_text()
         begin = next(pieces)
         command.send_signal(number)
         rest = "".join(pieces)
     assert (begin + rest).endswith("data: [DONE]\n\n")  # what is under way is finished
-    assert rest.count("data: ") > 100
+    assert rest.count("data: ") > 50
     done = command.end(30)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("stopped\n")
