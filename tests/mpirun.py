@@ -1,18 +1,15 @@
 """Real ranks of a real MPI, for tests."""
 
 import os
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
-needs_mpi = pytest.mark.skipif(
-    MPIRUN is None or find_spec("mpi4py") is None, reason="needs an MPI: pip install 'shoal[mpi]'"
-)
+from shoal.doctor.machine import find_mpirun
+
+MPIRUN = find_mpirun()
+needs_mpi = pytest.mark.skipif(not MPIRUN, reason="needs an MPI: pip install 'shoal[mpi]'")
 
 
 def mpirun(ranks, *words, timeout=120):

@@ -7,22 +7,26 @@ import pytest
 
 from shoal.doctor import command, primitives
 from shoal.doctor.primitives import OPERATIONS, judge, try_all, try_on
+from tests.mpirun import needs_mpi
 
 
-def test_gloo_does_all_of_them_on_a_cpu():
-    matrix = try_all(num_gpus=0)
-    assert list(matrix) == ["gloo cpu"]
-    assert list(matrix["gloo cpu"]) == list(OPERATIONS)
-    assert {outcome["status"] for outcome in matrix["gloo cpu"].values()} == {"works"}
-    assert all(outcome["ms"] > 0 for outcome in matrix["gloo cpu"].values())
-    finding = judge(matrix)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
+def test_a_cpus_back_ends_do_all_of_them(backend):
+    outcomes = try_on(backend, "cpu")
+    assert list(outcomes) == list(OPERATIONS)
+    assert {outcome["status"] for outcome in outcomes.values()} == {"works"}
+    assert all(outcome["ms"] > 0 for outcome in outcomes.values())
+    finding = judge({f"{backend} cpu": outcomes})
     assert (finding.status, finding.fact) == ("ok", f"{len(OPERATIONS)} of {len(OPERATIONS)} work")
 
 
-def test_gpus_add_their_back_ends(monkeypatch):
+def test_gpus_and_an_mpi_add_their_back_ends(monkeypatch):
     monkeypatch.setattr(primitives, "try_on", lambda backend, device: {})
-    assert list(try_all(num_gpus=1)) == ["gloo cpu", "gloo cuda"]
-    assert list(try_all(num_gpus=2)) == ["gloo cpu", "gloo cuda", "nccl cuda"]
+    for mpirun, more in (("", []), ("/usr/bin/mpirun", ["mpi cpu"])):
+        monkeypatch.setattr(primitives, "find_mpirun", lambda mpirun=mpirun: mpirun)
+        assert list(try_all(num_gpus=0)) == ["gloo cpu", *more]
+        assert list(try_all(num_gpus=1)) == ["gloo cpu", "gloo cuda", *more]
+        assert list(try_all(num_gpus=2)) == ["gloo cpu", "gloo cuda", "nccl cuda", *more]
 
 
 def rank(code):
@@ -36,7 +40,7 @@ def test_the_worst_of_the_ranks_counts():
         "cpu",
         rank(
             "for name, last in (('reduce', 'works'), ('gather', 'wrong')):\n"
-            "    print(json.dumps({'operation': name, 'status': last if rank else 'works'}))"
+            "    print(json.dumps({'rank': rank, 'operation': name, 'status': last if rank else 'works'}))"
         ),
     )
     told = {name: outcome["status"] for name, outcome in outcomes.items()}
@@ -44,7 +48,8 @@ def test_the_worst_of_the_ranks_counts():
 
 
 def test_a_rank_that_dies_is_said_after_what_it_had_done():
-    die = "print(json.dumps({'operation': 'reduce', 'status': 'works'}))\nraise ValueError('no memory')"
+    told = "{'rank': rank, 'operation': 'reduce', 'status': 'works'}"
+    die = f"print(json.dumps({told}))\nraise ValueError('no memory')"
     outcomes = try_on("gloo", "cpu", rank(die))
     assert outcomes["reduce"]["status"] == "works"
     assert outcomes["end"] == {"status": "wrong", "why": "ValueError: no memory"}

@@ -391,9 +391,10 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
 
 @needs_mpi
 def test_mpirun_starts_a_rank_each(data, tmp_path):
-    done = mpirun(2, *command(data, tmp_path, "--train.steps", "6")[1:])
+    batch = ("--train.micro_batch_size", "2")
+    done = mpirun(4, *command(data, tmp_path, "--train.steps", "6", *batch)[1:])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "dp2: 2 process(es)" in done.stdout + done.stderr
+    assert "dp4: 4 process(es)" in done.stdout + done.stderr
 
 
 def test_a_port_in_use_is_said(data, tmp_path):

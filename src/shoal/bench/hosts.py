@@ -7,6 +7,7 @@ them; what a killed process left behind is removed by the next one.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -77,6 +78,11 @@ class TwoHosts:
         )
         self._started.append(process)
         return process
+
+    def sent_bytes(self, name: str) -> int:
+        """Return the bytes that a host has let out on the cable so far, with the headers of its packets."""
+        told = json.loads(_ip("-n", self._spaces[name], "-s", "-j", "link", "show", "cable"))
+        return int(told[0]["stats64"]["tx"]["bytes"])
 
     def unplug(self) -> None:
         """Take the cable out."""

@@ -31,6 +31,9 @@ SLOW_DISK_BYTES_PER_S = 50e6
 PROBE_BYTES = 64 << 20
 START_LIMIT_S = 60.0
 SLOW_START_S = 20.0
+# mpirun starts nothing as root, as in a container, and no more ranks than cores, unless it is told to.
+_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 _CHOICES = ("test", "tensorboard", "wandb", "trackio")  # extras that nobody misses before asking for them
 
 
@@ -299,6 +302,7 @@ def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]
         port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    shared |= _MPI
     ranks = [
         subprocess.Popen(
             command,
@@ -316,6 +320,12 @@ def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def find_mpirun() -> str:
+    """Return the path of mpirun, of this Python's environment first; empty where it or mpi4py is missing."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return (_is_installed("mpi4py") and shutil.which("mpirun", path=path)) or ""
 
 
 def _is_installed(distribution: str) -> bool:

@@ -6,12 +6,16 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shoal.doctor.machine import Finding, run_ranks
+from shoal.doctor.machine import Finding, find_mpirun, run_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from shoal.comm.transport import Handle, Transport
 
 RANKS = 2
 _NUMEL = 1 << 18  # 1 MB of fp32
@@ -42,17 +46,25 @@ def try_all(num_gpus: int | None = None) -> dict[str, dict[str, Outcome]]:
         places.append(("gloo", "cuda"))
     if num_gpus >= RANKS:  # NCCL wants a GPU for each rank
         places.append(("nccl", "cuda"))
+    if find_mpirun():
+        places.append(("mpi", "cpu"))
     return {f"{backend} {device}": try_on(backend, device) for backend, device in places}
 
 
 def try_on(backend: str, device: str, command: list[str] | None = None) -> dict[str, Outcome]:
     """Return the outcome of each operation on one back end, up to one that ends a rank."""
     work = f"import shoal.doctor.primitives as p; p.try_as_rank({backend!r}, {device!r})"
+    words, started = command or [sys.executable, "-c", work], RANKS
+    if backend == "mpi":
+        words, started = [find_mpirun(), "-n", str(RANKS), *words], 1
     try:
-        answers = run_ranks(command or [sys.executable, "-c", work], RANKS)
+        answers = run_ranks(words, started)
     except subprocess.TimeoutExpired:
         return {"start": {"status": "wrong", "why": "the ranks hung"}}
-    told = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for _, out, _ in answers]
+    told: list[list[Outcome]] = [[] for _ in range(RANKS)]
+    for _, out, _ in answers:
+        for line in map(json.loads, (line for line in out.splitlines() if line.startswith("{"))):
+            told[line.pop("rank")].append(line)
     outcomes = {}
     for both in zip(*told, strict=False):
         worst = max(both, key=lambda outcome: ("works", "unsupported", "wrong").index(outcome["status"]))
@@ -81,20 +93,34 @@ def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
 
 def try_as_rank(backend: str, device: str) -> None:
     """Be one rank: join, try each operation twice, and print the outcome of the second time as JSON."""
+    import torch
+
+    from shoal.comm import mpi_transport
     from shoal.config.sections import Runtime
-    from shoal.runtime.failure import is_peer_loss
     from shoal.runtime.process import join, leave
 
+    if backend == "mpi":
+        torch.set_num_threads(1)
+        with mpi_transport.world() as transport:
+            _try(_Trials(_OverTransport(transport), transport.rank, torch.device(device)), lambda: None)
+        return
     settings = {"device": device, "backend": backend, "timeout_s": 20, "threads": 1}
     process = join(Runtime.model_validate(settings))
-    trials = _Trials(process.rank, process.device.torch_device)
+    own = process.device
+    _try(_Trials(torch.distributed, process.rank, own.torch_device), own.synchronise)
+    leave()
+
+
+def _try(trials: _Trials, synchronise: Callable[[], None]) -> None:
+    from shoal.runtime.failure import is_peer_loss
+
     for name in OPERATIONS:
-        outcome: Outcome = {"operation": name, "status": "works"}
+        outcome: Outcome = {"rank": trials.rank, "operation": name, "status": "works"}
         try:
             getattr(trials, name)()
             began = time.perf_counter()
             right = getattr(trials, name)()
-            process.device.synchronise()
+            synchronise()
             outcome["ms"] = round(1e3 * (time.perf_counter() - began), 3)
             if not right:
                 outcome["status"] = "wrong"
@@ -104,28 +130,49 @@ def try_as_rank(backend: str, device: str) -> None:
                 raise
             outcome |= {"status": "unsupported", "why": str(error).splitlines()[0]}
         print(json.dumps(outcome), flush=True)
-    leave()
+
+
+class _OverTransport:
+    """Shoal's own collectives under torch.distributed's names; arguments are given by their place."""
+
+    P2POp = staticmethod(partial)
+
+    def __init__(self, transport: Transport) -> None:
+        from shoal.comm import collectives
+
+        self._transport, self._collectives = transport, collectives
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._transport, name, None)
+        return own or partial(getattr(self._collectives, name), self._transport)
+
+    def batch_isend_irecv(self, begins: Sequence[Callable[[], Handle]]) -> list[Handle]:
+        return [begin() for begin in begins]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._transport.all_reduce(tensor, "sum")
+
+    def gather(self, tensor: Tensor, outputs: list[Tensor] | None, root: int) -> None:
+        self._collectives.gather(self._transport, outputs or [], tensor, root)
 
 
 class _Trials:
     """Each operation once, on 1 MB that is filled with the rank + 1; True if the result is right."""
 
-    def __init__(self, rank: int, device: Any) -> None:
-        import torch.distributed
-
-        self._dist: Any = torch.distributed
-        self._rank, self._device = rank, device
+    def __init__(self, dist: Any, rank: int, device: Any) -> None:
+        """Take torch.distributed, or what has its words."""
+        self._dist, self.rank, self._device = dist, rank, device
 
     def send_recv(self) -> bool:
         tensor = self._own()
-        if self._rank == 0:
-            self._dist.send(tensor, dst=1)
+        if self.rank == 0:
+            self._dist.send(tensor, 1)
         else:
-            self._dist.recv(tensor, src=0)
+            self._dist.recv(tensor, 0)
         return _holds(tensor, 1)
 
     def isend_irecv(self) -> bool:
-        other, theirs, dist = 1 - self._rank, self._full(0), self._dist
+        other, theirs, dist = 1 - self.rank, self._full(0), self._dist
         both = [dist.P2POp(dist.isend, self._own(), other), dist.P2POp(dist.irecv, theirs, other)]
         for transfer in dist.batch_isend_irecv(both):
             transfer.wait()
@@ -133,7 +180,7 @@ class _Trials:
 
     def broadcast(self) -> bool:
         tensor = self._own()
-        self._dist.broadcast(tensor, src=1)
+        self._dist.broadcast(tensor, 1)
         return _holds(tensor, 2)
 
     def all_reduce(self) -> bool:
@@ -143,8 +190,8 @@ class _Trials:
 
     def reduce(self) -> bool:
         tensor = self._own()
-        self._dist.reduce(tensor, dst=0)
-        return self._rank == 1 or _holds(tensor, 3)
+        self._dist.reduce(tensor, 0)
+        return self.rank == 1 or _holds(tensor, 3)
 
     def all_gather(self) -> bool:
         tensors = [self._full(0), self._full(0)]
@@ -153,23 +200,23 @@ class _Trials:
 
     def gather(self) -> bool:
         tensors = [self._full(0), self._full(0)]
-        self._dist.gather(self._own(), tensors if self._rank == 0 else None, dst=0)
-        return self._rank == 1 or (_holds(tensors[0], 1) and _holds(tensors[1], 2))
+        self._dist.gather(self._own(), tensors if self.rank == 0 else None, 0)
+        return self.rank == 1 or (_holds(tensors[0], 1) and _holds(tensors[1], 2))
 
     def scatter(self) -> bool:
         tensor = self._full(0)
-        self._dist.scatter(tensor, [self._full(5), self._full(6)] if self._rank == 0 else None, src=0)
-        return _holds(tensor, 5 + self._rank)
+        self._dist.scatter(tensor, [self._full(5), self._full(6)] if self.rank == 0 else None, 0)
+        return _holds(tensor, 5 + self.rank)
 
     def reduce_scatter(self) -> bool:
         tensor = self._full(0)
         self._dist.reduce_scatter(tensor, [self._own(), self._own() * 10])
-        return _holds(tensor, 30 if self._rank else 3)
+        return _holds(tensor, 30 if self.rank else 3)
 
     def all_to_all(self) -> bool:
         tensors = [self._full(0), self._full(0)]
         self._dist.all_to_all(tensors, [self._own() * 10, self._own() * 10 + 1])
-        return _holds(tensors[0], 10 + self._rank) and _holds(tensors[1], 20 + self._rank)
+        return _holds(tensors[0], 10 + self.rank) and _holds(tensors[1], 20 + self.rank)
 
     def barrier(self) -> bool:
         self._dist.barrier()
@@ -181,7 +228,7 @@ class _Trials:
         return torch.full((_NUMEL,), float(value), device=self._device)
 
     def _own(self) -> Tensor:
-        return self._full(self._rank + 1)
+        return self._full(self.rank + 1)
 
 
 def _holds(tensor: Tensor, value: float) -> bool:

@@ -1,0 +1,44 @@
+"""What a strategy says it sends is all that crosses the cable between two hosts."""
+
+import pytest
+
+from shoal.bench.cells import Cell, Network, parse_way, run
+from shoal.bench.gradsync import HOSTS
+from shoal.config.sync_rules import STRATEGIES
+from tests.tiny_dataset import random_dataset
+
+STEPS = 40
+SIZES = {"model.n_layers": "2", "model.d_model": "128", "eval.sequences": "16"}
+FEWER = "every=10"  # steps of a replica by itself
+HEADERS = 1.06  # of TCP, IP and Ethernet, and what answers what comes
+OTHER_BYTES = 150_000  # to meet, and each step what ranks agree on: losses, norms, stops
+
+
+def word_of(name):
+    return f"{name}:{FEWER}" if "every" in STRATEGIES[name].reads else name
+
+
+IN_SHORT = ("onebit", "streaming_diloco")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *map(word_of, IN_SHORT),
+        *(
+            pytest.param(word, marks=pytest.mark.proof)
+            for word in (
+                "allreduce:algorithm=chunked_ring",
+                *(word_of(name) for name in STRATEGIES if name not in ("allreduce", *IN_SHORT)),
+            )
+        ),
+    ],
+)
+def test_nothing_else_crosses(two_hosts, tmp_path, word):
+    network = Network("gpt", "tiny", random_dataset(tmp_path / "data"), 4, SIZES)
+    cell = Cell(network, parse_way(word, STEPS), 2, HOSTS, STEPS)
+    outcome = run(cell, tmp_path, two_hosts, lambda step: None)
+    assert outcome.found is not None, outcome.reason
+    counted, crossed = sum(outcome.found.sync_bytes), two_hosts.sent_bytes("north")
+    assert counted > 2 * OTHER_BYTES
+    assert counted < crossed < HEADERS * counted + OTHER_BYTES
