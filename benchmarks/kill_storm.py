@@ -187,10 +187,13 @@ def strike(run: Run, dice: random.Random) -> dict[str, Any] | None:
         return None
     victim = dice.choice(sorted(victims))
     resumes = len(run.resumed())
+    ended = not alive(victims[victim])  # by itself; its launcher may have yet to see it
     killed = time.monotonic()
     try:
         os.kill(victims[victim], signal.SIGKILL)
-    except ProcessLookupError:  # it ended by itself just now
+    except ProcessLookupError:
+        ended = True
+    if ended:
         return strike(run, dice)
     phase = phase_on_disk(run)
     wait_until(lambda: not any(alive(pid) for pid in workers.values()), "end of the survivors")

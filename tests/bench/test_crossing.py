@@ -6,6 +6,7 @@ from shoal.bench.cells import Cell, Network, parse_way, run
 from shoal.bench.gradsync import HOSTS
 from shoal.config.sync_rules import STRATEGIES
 from tests.tiny_dataset import random_dataset
+from tests.two_hosts import make_hosts
 
 STEPS = 40
 SIZES = {"model.n_layers": "2", "model.d_model": "128", "eval.sequences": "16"}
@@ -34,11 +35,13 @@ IN_SHORT = ("onebit", "streaming_diloco")
         ),
     ],
 )
-def test_nothing_else_crosses(two_hosts, tmp_path, word):
+def test_nothing_else_crosses(tmp_path, word):
     network = Network("gpt", "tiny", random_dataset(tmp_path / "data"), 4, SIZES)
     cell = Cell(network, parse_way(word, STEPS), 2, HOSTS, STEPS)
-    outcome = run(cell, tmp_path, two_hosts, lambda step: None)
-    assert outcome.found is not None, outcome.reason
-    counted, crossed = sum(outcome.found.sync_bytes), two_hosts.sent_bytes("north")
+    with make_hosts() as hosts:
+        outcome = run(cell, tmp_path, hosts, lambda step: None)
+        assert outcome.found is not None, outcome.reason
+        counted, crossed = sum(outcome.found.sync_bytes), hosts.sent_bytes("north")
+    print(counted, crossed)
     assert counted > 2 * OTHER_BYTES
     assert counted < crossed < HEADERS * counted + OTHER_BYTES
