@@ -5,6 +5,8 @@ import torch
 
 from shoal.comm.thread_transport import run_ranks
 from shoal.gradsync.carried import Carried
+from shoal.gradsync.codecs import OneBit
+from shoal.gradsync.methods import TwoPhase
 from tests.gradsync.test_methods import FEEDBACK, METHODS, NUMEL, bucket_of, gradients
 
 STEPS, SIZE = 6, 3
@@ -54,6 +56,35 @@ def test_steps_of_warm_up_are_exact_and_hold_nothing_back(method):
     assert not residual.any()
     later = run(method, plain(3), warmup_steps=2)[0]
     assert later[1].any()
+
+
+def test_a_share_of_what_is_held_back_joins_the_next_gradient_and_the_rest_stays():
+    codec = OneBit(64, feedback=0.25)
+    flats = gradients(2, 128)
+
+    def work(transport):
+        views = bucket_of(torch.zeros(128, dtype=torch.float64), {"a": (128,)}).views
+        exchange = Carried("onebit", transport, TwoPhase(codec), views)
+        seen = []
+        for step, flat in enumerate((flats[transport.rank], torch.zeros(128, dtype=torch.float64)), 1):
+            bucket = bucket_of(flat, {"a": (128,)})
+            exchange.begin(step, 1.0)
+            exchange.start(bucket).wait()
+            exchange.end(applied=True)
+            seen += [bucket.flat, exchange.state()["residual.a"].clone()]
+        return seen
+
+    def decoded(flat):
+        codec.decode(codec.encode(flat), into := torch.empty_like(flat))
+        return into
+
+    ranks = run_ranks(2, work)
+    held = [flat - decoded(flat) for flat in flats]
+    for rank, (first, held_then, second, held_now) in enumerate(ranks):
+        assert torch.equal(first, sum(map(decoded, flats)))
+        assert torch.equal(held_then, held[rank])
+        assert torch.equal(second, sum(decoded(0.25 * one) for one in held))
+        assert torch.equal(held_now, held[rank] - decoded(0.25 * held[rank]))
 
 
 @pytest.mark.parametrize("factor", [1.0, float("inf"), float("nan")])

@@ -17,10 +17,11 @@ METHODS = {
     "bf16": lambda views: TwoPhase(Bf16()),
     "int8": lambda views: TwoPhase(Int8(BLOCK)),
     "onebit": lambda views: TwoPhase(OneBit(BLOCK)),
+    "onebit, an eighth": lambda views: TwoPhase(OneBit(BLOCK, feedback=0.125)),
     "topk": lambda views: TopK(0.01),
     "powersgd": lambda views: PowerSGD(2, views),
 }
-FEEDBACK = ["int8", "onebit", "topk", "powersgd"]
+FEEDBACK = ["int8", "onebit", "onebit, an eighth", "topk", "powersgd"]
 
 
 def bucket_of(flat, shapes=SHAPES):

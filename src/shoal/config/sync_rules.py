@@ -35,7 +35,7 @@ STRATEGIES = {
     "allreduce": Strategy("exchange", True, ("algorithm",)),
     "bf16": Strategy("exchange", False),
     "int8": Strategy("exchange", False, ("block",)),
-    "onebit": Strategy("exchange", False, ("block", "warmup_steps")),
+    "onebit": Strategy("exchange", False, ("block", "feedback", "warmup_steps")),
     "topk": Strategy("exchange", False, ("density", "warmup_steps")),
     "powersgd": Strategy("exchange", False, ("rank", "warmup_steps")),
     "central_serial": Strategy("owner", True),

@@ -16,7 +16,7 @@ from shoal.runtime.ring import label
 
 
 class Carried(Exchange):
-    """Adds buckets up by a method; what this leaves out is added to the next step's gradients.
+    """Adds buckets up by a method; what this leaves out is held back, and joins later gradients.
 
     Until `begin` was called for a step after `warmup_steps`, and before any, sums are exact.
     """
@@ -68,13 +68,14 @@ class Carried(Exchange):
             return
         names = [f"residual.{name}" for name in bucket.views] if self._method.feedback else []
         for name, view in zip(names, bucket.views.values(), strict=False):
-            view.add_(self._residuals.tensors[name], alpha=self._scale)
+            view.add_(self._residuals.tensors[name], alpha=self._scale * self._method.feedback)
         lost = self._method.add_up(self._transport, bucket)
         if lost is not None:
             lost.div_(self._scale)  # the next step may have another one
             parts = lost.split([view.numel() for view in bucket.views.values()])
             for name, view, part in zip(names, bucket.views.values(), parts, strict=True):
-                self._residuals.write(name, part.view_as(view))
+                stays = self._residuals.tensors[name] * (1 - self._method.feedback)
+                self._residuals.write(name, stays.add_(part.view_as(view)))
 
 
 class _Thread:

@@ -47,7 +47,7 @@ def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Metho
         case "int8":
             return TwoPhase(Int8(sync.block))
         case "onebit":
-            return TwoPhase(OneBit(sync.block))
+            return TwoPhase(OneBit(sync.block, sync.feedback))
         case "topk":
             return TopK(sync.density)
         case "powersgd":

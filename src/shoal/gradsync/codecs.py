@@ -16,10 +16,10 @@ assert sys.byteorder == "little", "bytes are packed in this order"
 
 
 class Codec(Protocol):
-    """A format; what it loses is worth being remembered if `feedback` is set."""
+    """A format."""
 
     block: int  # values that are encoded together
-    feedback: bool
+    feedback: float  # share of all that it lost which is to be in the next values; 0: none is remembered
 
     def num_bytes(self, numel: int) -> int:
         """Return the bytes that `numel` values take."""
@@ -35,7 +35,7 @@ class Plain:
     """Values as they are."""
 
     block = 1
-    feedback = False
+    feedback = 0.0
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -54,7 +54,7 @@ class Bf16:
     """8 bits of precision for each value by itself; rounding is fair, so nothing need be remembered."""
 
     block = 1
-    feedback = False
+    feedback = 0.0
 
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
@@ -73,7 +73,7 @@ class Int8:
     which divides by what a weight is used to, that weight would never move.
     """
 
-    feedback = True
+    feedback = 1.0
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -111,10 +111,9 @@ class OneBit:
     training of speech DNNs" (2014), who have two means for each column of a matrix.
     """
 
-    feedback = True
-
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, feedback: float = 1.0) -> None:
         self.block = block
+        self.feedback = feedback
 
     def num_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block) + -(-numel // 8)

@@ -18,9 +18,9 @@ from shoal.gradsync.memory import Memory
 
 
 class Method(ABC):
-    """A way to add up. With `feedback`, what it leaves out is to be in the next step's bucket."""
+    """A way to add up; `feedback` is the share of all that it left out which is to be in the next bucket."""
 
-    feedback = True
+    feedback = 1.0
 
     def __init__(self) -> None:
         self.memory = Memory({})  # alike on all ranks
@@ -37,7 +37,7 @@ class Method(ABC):
 class Exact(Method):
     """One of shoal's all-reduces."""
 
-    feedback = False
+    feedback = 0.0
 
     def __init__(self, algorithm: str = "chunked_ring", dtype: torch.dtype | None = None) -> None:
         """Let gradients travel as `dtype`, by default their own."""
