@@ -40,6 +40,7 @@ def step_of(*, ours: bool) -> Callable[[torch.Tensor], None]:
     hook = SumDuringBackward(dict(model.named_parameters()), BackEnd()) if ours else None
     if hook is not None:
         hook.attach(wrapped)
+        hook.begin()
 
     def step(tokens_bt: torch.Tensor) -> None:
         wrapped.zero_grad(set_to_none=False)

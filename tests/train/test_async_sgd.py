@@ -92,7 +92,7 @@ def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_tha
     try:
         time.sleep(0.5)
         stood = step_of(run / "replicas/1")
-        job.wait_for_step(heard + 45, timeout=120)
+        job.wait_for_step(heard + 25, timeout=120)  # on a busy machine, what was heard may be 20 steps old
         time.sleep(5)
         assert step_of(run) <= stood + 52
     finally:

@@ -302,5 +302,5 @@ def _settle_buckets(
     order of additions, and so the last bits of the result, depend on the step a process started at.
     """
     wrapped(**part.smallest_call(device))[..., :1].sum().backward()
-    sync.wait()
     wrapped.zero_grad(set_to_none=True)
+    sync.begin()
