@@ -42,6 +42,5 @@ def test_nothing_else_crosses(tmp_path, word):
         outcome = run(cell, tmp_path, hosts, lambda step: None)
         assert outcome.found is not None, outcome.reason
         counted, crossed = sum(outcome.found.sync_bytes), hosts.sent_bytes("north")
-    print(counted, crossed)
     assert counted > 2 * OTHER_BYTES
     assert counted < crossed < HEADERS * counted + OTHER_BYTES

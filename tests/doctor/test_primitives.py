@@ -80,6 +80,13 @@ def test_ranks_that_hang_are_given_up(monkeypatch):
     assert try_on("gloo", "cpu") == {"start": {"status": "wrong", "why": "the ranks hung"}}
 
 
+def test_an_mpi_that_does_not_work_is_a_warning_unless_more_is_wrong():
+    wrong = {"end": {"status": "wrong", "why": "no slots"}}
+    assert judge({"mpi cpu": wrong}).status == "warning"
+    assert "mpi4py" in judge({"mpi cpu": wrong}).advice
+    assert judge({"mpi cpu": wrong, "gloo cpu": wrong}).status == "problem"
+
+
 @pytest.mark.parametrize(("status", "judged"), [("unsupported", "ok"), ("wrong", "problem")])
 def test_what_does_not_work_is_named(status, judged, capsys):
     matrix = {"gloo cuda": {"reduce": {"status": "works", "ms": 2.0}, "gather": {"status": status}}}

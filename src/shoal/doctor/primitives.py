@@ -76,7 +76,7 @@ def try_on(backend: str, device: str, command: list[str] | None = None) -> dict[
 
 
 def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
-    """Say in a line what does not work; only a wrong result is a problem."""
+    """Say in a line what does not work; only a wrong result is a problem, and over MPI, a choice, a warning."""
     by_status: dict[str, list[str]] = {"unsupported": [], "wrong": []}
     for place, outcomes in matrix.items():
         for operation, outcome in outcomes.items():
@@ -86,6 +86,8 @@ def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
     fact = f"{tried - sum(map(len, by_status.values()))} of {tried} work"
     for status, names in by_status.items():
         fact += f"; {status}: {', '.join(names)}" if names else ""
+    if by_status["wrong"] and all(name.endswith(" on mpi cpu") for name in by_status["wrong"]):
+        return Finding("operations", "warning", fact, "use the mpirun of the MPI that mpi4py was built with")
     if by_status["wrong"]:
         return Finding("operations", "problem", fact, "do not train over this back end: reinstall torch")
     return Finding("operations", "ok", fact)
