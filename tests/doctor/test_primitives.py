@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from shoal.doctor import command, primitives
+from shoal.doctor import command, machine, primitives
 from shoal.doctor.primitives import OPERATIONS, judge, try_all, try_on
 from tests.mpirun import needs_mpi
 
@@ -78,6 +80,20 @@ def test_ranks_that_hang_are_given_up(monkeypatch):
 
     monkeypatch.setattr(primitives, "run_ranks", hang)
     assert try_on("gloo", "cpu") == {"start": {"status": "wrong", "why": "the ranks hung"}}
+
+
+@needs_mpi
+def test_ranks_of_an_mpi_that_hang_are_ended_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "START_LIMIT_S", 8.0)
+    note = f"open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); import time; time.sleep(60)"
+    hang = [sys.executable, "-c", f"import os; {note}"]
+    assert try_on("mpi", "cpu", hang) == {"start": {"status": "wrong", "why": "the ranks hung"}}
+    pids = [path.name for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    until = time.monotonic() + 10
+    while any(Path("/proc", pid).exists() for pid in pids):
+        assert time.monotonic() < until, "a rank goes on"
+        time.sleep(0.1)
 
 
 def test_an_mpi_that_does_not_work_is_a_warning_unless_more_is_wrong():

@@ -31,6 +31,7 @@ SLOW_DISK_BYTES_PER_S = 50e6
 PROBE_BYTES = 64 << 20
 START_LIMIT_S = 60.0
 SLOW_START_S = 20.0
+END_LIMIT_S = 5.0
 # mpirun starts nothing as root, as in a container, and no more ranks than cores, unless it is told to.
 _MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -319,7 +320,12 @@ def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]
         ]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.terminate()  # mpirun ends its ranks then; killed, it would leave them behind
+        for rank in ranks:
+            try:
+                rank.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                rank.kill()
 
 
 def find_mpirun() -> str:

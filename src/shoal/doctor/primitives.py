@@ -76,7 +76,7 @@ def try_on(backend: str, device: str, command: list[str] | None = None) -> dict[
 
 
 def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
-    """Say in a line what does not work; only a wrong result is a problem, and over MPI, a choice, a warning."""
+    """Say in a line what does not work; a wrong result is a problem, but over MPI, a choice, a warning."""
     by_status: dict[str, list[str]] = {"unsupported": [], "wrong": []}
     for place, outcomes in matrix.items():
         for operation, outcome in outcomes.items():
