@@ -10,6 +10,7 @@ its own; its folder stays below --runs, and the same command goes on where it wa
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def convergence(data: Path, workers: Sequence[int], steps: int, every: Sequence[
 
 def link(data: Path, steps: int, every: int) -> list[Cell]:
     """Return the trainings on two hosts: three rounds of H steps each, or `steps` where nothing waits."""
-    network, rounds = _network(data, 0), 3 * every
+    network, rounds = _network(data, 0), math.ceil(3 * every / 0.9)  # a tenth is warm-up
     cells = [Cell(network, parse_way(word, steps), 2, LINK, steps) for word in (COUNTED_BASE, "onebit")]
     ways = [parse_way(f"{name}:every={every}", rounds) for name in (*OUTER, "model_averaging")]
     cells += [Cell(network, way, 2, where, rounds) for where in (HOSTS, LINK) for way in ways]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shoal.bench import collectives
 from shoal.bench.collectives import Ask, Row, measure
@@ -33,6 +34,8 @@ def test_all_algorithms_on_two_processes(tmp_path):
         assert heading in done.stdout
     told = json.loads(record.read_text())
     assert (told["ranks"], told["dtype"], told["transport"]) == (2, "float32", "torch")
+    assert told["name"] == "collectives"
+    assert told["versions"]["torch"] == torch.__version__
     assert [row["size"] for row in told["rows"][::5]] == [1 << 14, 1 << 16, 1 << 18]
     assert {row["algorithm"] for row in told["rows"]} == set(collectives.DEFAULT)
     for row in told["rows"]:

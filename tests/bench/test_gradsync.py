@@ -143,8 +143,9 @@ def test_one_worker_trains_once_and_without_a_link(tmp_path):
 
 
 def test_settings_that_a_short_run_needs_are_added():
-    assert parse_way("diloco:lr=0.5", 20).settings == {"lr": 0.5, "every": 5}
-    assert parse_way("streaming_diloco", 40).settings == {"every": 10, "fragments": 2, "overlap": 4}
+    assert parse_way("diloco:lr=0.5", 20).settings == {"lr": 0.5, "warmup_steps": 2, "every": 5}
+    streaming = {"warmup_steps": 4, "every": 10, "fragments": 2, "overlap": 4}
+    assert parse_way("streaming_diloco", 40).settings == streaming
     assert parse_way("onebit", 40).warmup_steps == 4
     assert parse_way("diloco:every=50", 1000).period == 50
     assert parse_way("allreduce:algorithm=ring", 40).settings == {"algorithm": "ring"}

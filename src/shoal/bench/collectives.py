@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.ranks import on_ranks
+from shoal.bench.record import describe
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
@@ -220,6 +221,7 @@ def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
 
 def _report(rows: list[Row], links: dict[str, Link | None], transport: str, dtype: str) -> dict[str, Any]:
     return {
+        **describe("collectives"),
         "ranks": rows[0].size,
         "transport": transport,
         "dtype": dtype,

@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 # outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
 Kind = Literal["exchange", "owner", "outer", "asynchronous"]
 _CLASSIC_LAYERS = 3  # of the network with fewest
-_OUTER = ("every", "lr", "int8", "block")
+_OUTER = ("every", "lr", "int8", "block", "warmup_steps")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ Streaming DiLoCo does so with one fragment of the model at a time, and with the 
 the mean of what replicas had after step t moves the anchor after step t + overlap. What a replica learned
 meanwhile is kept by half: weights = alpha weights + (1 - alpha) anchor, with the paper's alpha of 0.5. With
 no overlap nothing was learned meanwhile, and the anchor is taken as it is.
+
+Weights that are still far from any minimum do not average well. So first steps may be a warm-up, in which
+replicas average after each (as in Lin and others, post-local SGD, 2020, which sums gradients there).
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ class OuterSgd:
             momentum.mul_(self.momentum).add_(gradient)
             gradient = gradient.add(momentum, alpha=self.momentum) if self.nesterov else momentum
         anchor.sub_(gradient, alpha=self.lr)
+
+
+AVERAGING = OuterSgd(1.0)
 
 
 def outer_sgd(sync: Sync, replicas: int) -> OuterSgd:
@@ -86,9 +92,9 @@ def fragments_of(names: Collection[str], count: int) -> list[list[str]]:
     return fragments
 
 
-def due(step: int, every: int, count: int, last: int) -> list[int]:
-    """Return the fragments whose exchange begins after a step: each every so many steps, all at the end."""
-    if step == last:
+def due(step: int, every: int, count: int, *, all_now: bool) -> list[int]:
+    """Return the fragments whose exchange begins after a step: each every so many steps, or all of them."""
+    if all_now:
         return list(range(count))
     return [number for number in range(count) if step % every == number * every // count]
 

@@ -22,7 +22,7 @@ from shoal.config.sections import Sync
 from shoal.gradsync.after_step import InStep
 from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.meeting import Meeting, Place, Record
-from shoal.gradsync.outer import average, due, fragments_of, mix, outer_sgd, pack, unpack
+from shoal.gradsync.outer import AVERAGING, average, due, fragments_of, mix, outer_sgd, pack, unpack
 from shoal.parallel.tensor import local
 from shoal.runtime.files import append_json
 from shoal.runtime.log import log
@@ -75,7 +75,8 @@ class OuterRounds(InStep):
         self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
         self._sgd = outer_sgd(sync, replicas)
         self._codec = Int8(sync.block) if sync.int8 else Plain(next(iter(weights.values())).dtype)
-        self._weights, self._every, self._steps = weights, sync.every, steps
+        self._weights, self._steps = weights, steps
+        self._every, self._warmup_steps = sync.every, sync.warmup_steps
         self._replicas, self._meeting = replicas, meeting
         self.traffic = meeting.traffic if meeting else None
         self._record, self._incidents = record, incidents
@@ -115,9 +116,9 @@ class OuterRounds(InStep):
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """End the exchange that is due, and begin what is due; at the last step all replicas agree."""
-        if self._flight and (step >= self._flight.since + self._overlap or step == self._steps):
+        if self._flight and self._lands(self._flight.since, step):
             self._land(step)
-        self._exchange(step, due(step, self._every, len(self._fragments), self._steps))
+        self._exchange(step, self._due(step))
 
     def close(self) -> None:
         if self._meeting is not None:
@@ -163,10 +164,20 @@ class OuterRounds(InStep):
             f"{kind}.{name}": t for kind, named in zip(KINDS, found, strict=True) for name, t in named.items()
         }
 
+    def _due(self, step: int) -> list[int]:
+        return due(step, self._every, len(self._fragments), all_now=self._agree_on_all(step))
+
+    def _agree_on_all(self, step: int) -> bool:
+        return step <= self._warmup_steps or step == self._steps
+
+    def _lands(self, since: int, step: int) -> bool:
+        """Say whether what left after step `since` has its outer step after this one."""
+        return step >= since + self._overlap or self._agree_on_all(step)
+
     def _exchange(self, step: int, fragments: list[int]) -> None:
         for fragment in fragments:
             self._take_off(fragment, step)
-            if not self._overlap or step == self._steps:
+            if self._lands(step, step):
                 self._land(step)
 
     def _take_off(self, fragment: int, step: int) -> None:
@@ -228,10 +239,9 @@ class OuterRounds(InStep):
             mean: Future[Tensor] = Future()
             mean.set_result(parts[-1])
             self._flight = Flight(fragment, since, mean)
-            if place.step >= since + self._overlap or place.step == self._steps:
+            if self._lands(since, place.step):
                 self._land(place.step)
-            fragments = due(place.step, self._every, len(self._fragments), self._steps)
-            self._exchange(place.step, [later for later in fragments if later > fragment])
+            self._exchange(place.step, [later for later in self._due(place.step) if later > fragment])
         return place.step
 
     def _land(self, step: int) -> None:
@@ -240,9 +250,10 @@ class OuterRounds(InStep):
         names = self._fragments[self._flight.fragment]
         anchors = [local(self._anchors[name]) for name in names]
         gradients = unpack(self._flight.wait(), anchors, self._codec)
+        sgd = AVERAGING if step <= self._warmup_steps else self._sgd
         for name, anchor, gradient in zip(names, anchors, gradients, strict=True):
-            momentum = local(self._momenta[name]) if self._momenta else None
-            self._sgd.step(anchor, momentum, gradient)
+            momentum = local(self._momenta[name]) if sgd.momentum else None
+            sgd.step(anchor, momentum, gradient)
             mix(local(self._weights[name]), anchor, step - self._flight.since)
         self._rounds += 1
         self._flight = None
