@@ -39,7 +39,14 @@ class Sea:
         for meeting in self._meetings:
             meeting.leave()
 
-    def sync(self, replica: int, weights: dict[str, nn.Parameter], steps: int, settings: Sync) -> OuterRounds:
+    def sync(
+        self,
+        replica: int,
+        weights: dict[str, nn.Parameter],
+        steps: int,
+        settings: Sync,
+        rate_at: Callable[[int], float] = lambda step: 1.0,
+    ) -> OuterRounds:
         """Return what the trainer calls after each step."""
 
         def record(step: int, **facts: Any) -> None:
@@ -51,6 +58,7 @@ class Sea:
             weights,
             settings,
             steps=steps,
+            rate_at=rate_at,
             replicas=self.replicas,
             meeting=meeting,
             record=record,

@@ -16,6 +16,7 @@ from shoal.gradsync.outer import (
     mix,
     outer_sgd,
     pack,
+    travel,
     unpack,
 )
 from shoal.gradsync.rounds import Flight
@@ -23,19 +24,28 @@ from tests.gradsync.islands import parameters, sea, together
 
 __all__ = ["sea"]  # a fixture
 TARGETS = (1.0, -3.0, 8.0)  # each replica pulls its weight towards another value
+RATE = 0.25  # the inner learning rate's peak
 
 
-def train(make_sea, settings, replicas=2, steps=6, rate=0.25, names=("blocks.0.up", "blocks.1.up")):
+def constant(step):
+    return 1.0
+
+
+def halving(step):
+    return 0.5 ** (step // 2)
+
+
+def train(make_sea, settings, replicas=2, steps=6, names=("blocks.0.up", "blocks.1.up"), rate_at=constant):
     """Let replicas descend (w - target)^2 / 2 by plain SGD; return each one's weights after each step."""
     sea = make_sea(replicas)
 
     def work(replica):
         weights = parameters(**{name.replace(".", "__"): [0.5, -2.0] for name in names})
-        sync = sea.sync(replica, weights, steps, settings)
+        sync = sea.sync(replica, weights, steps, settings, rate_at)
         trace = []
         for step in range(sync.start(0) + 1, steps + 1):
             for weight in weights.values():
-                weight.data -= rate * (weight.data - TARGETS[replica])
+                weight.data -= RATE * rate_at(step) * (weight.data - TARGETS[replica])
             sync.after_step(step)
             trace.append({name: weight.detach().clone() for name, weight in weights.items()})
         sync.close()
@@ -77,6 +87,49 @@ def test_the_outer_step_is_the_recursion_of_the_papers(sea, settings, lr, moment
         anchor -= lr * (gradient + momentum * velocity if nesterov else velocity)
         for trace in traces:
             assert trace[first + settings.every - 1]["blocks.1.up"][0].item() == anchor
+
+
+@pytest.mark.parametrize("strategy", ["diloco", "block_momentum"])
+@pytest.mark.parametrize("follows", [True, False])
+def test_momentum_follows_the_inner_rate_or_not_as_the_papers_have_it(sea, strategy, follows):
+    """Rates are powers of two, and so are a round's travels: 1, 1 / 2 and 1 / 4 in the end."""
+    settings = Sync(
+        strategy=strategy, every=2, lr=0.5, momentum=0.25, momentum_follows_lr=follows, warmup_steps=1
+    )
+    traces, _ = train(sea, settings, steps=7, rate_at=lambda step: halving(step - 2))
+    anchor, velocity = traces[0][0]["blocks.0.up"][0].item(), 0.0
+    for steps in ((2,), (3, 4), (5, 6), (7,)):
+        rates = [halving(step - 2) for step in steps]
+        unit = sum(rates) / 2 if follows else 1.0
+        ends = []
+        for target in TARGETS[:2]:
+            weight = anchor
+            for rate in rates:
+                weight -= RATE * rate * (weight - target)
+            ends.append(weight)
+        gradient = (anchor - sum(ends) / 2) / unit
+        velocity = 0.25 * velocity + gradient
+        anchor -= 0.5 * unit * (gradient + 0.25 * velocity if strategy == "diloco" else velocity)
+        for trace in traces:
+            assert trace[steps[-1] - 1]["blocks.1.up"][0].item() == pytest.approx(anchor, abs=1e-14)
+
+
+def test_a_round_goes_as_far_as_its_rates():
+    def is_in(*steps):
+        return lambda step: float(step in steps)
+
+    assert travel(constant, 8, 4, 0, 0) == 1
+    assert travel(halving, 3, 2, 1, 0) == (0.5 + 0.5) / 2
+    assert travel(constant, 10, 4, 0, 0) == 0.5  # the run ends before the round does
+    assert travel(constant, 6, 4, 2, 3) == 0.75  # the rest is warm-up
+    assert travel(constant, 1, 4, 2, 0) == 0.25
+    assert travel(is_in(4, 9), 8, 4, 0, 0) == 0  # the round before has 4, the next one 9
+
+
+def test_where_nothing_was_learned_nothing_moves():
+    anchor, momentum = torch.tensor([2.0]), torch.tensor([3.0])
+    OuterSgd(0.7, 0.9, nesterov=True).step(anchor, momentum, torch.zeros(1), 0.0)
+    assert (anchor.item(), momentum.item()) == (2, 3)
 
 
 def test_in_warm_up_replicas_average_after_each_step_and_momentum_stays(sea):

@@ -250,6 +250,9 @@ class Sync(Section):
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
     """block_momentum, diloco, streaming_diloco: outer momentum; unset means 1 - 1/replicas for
     block_momentum, 0.9 for the others, whose momentum is Nesterov's."""
+    momentum_follows_lr: bool = True
+    """The same three: outer momentum is in units of the inner learning rate, and falls with it; false: as in
+    the papers, where what it learned at a high rate goes on at a low one."""
     int8: bool = False
     """model_averaging to streaming_diloco: replicas exchange their outer gradients in 8 bits."""
     fragments: PositiveInt = 4

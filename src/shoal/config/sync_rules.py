@@ -15,6 +15,7 @@ from shoal.errors import ConfigError
 Kind = Literal["exchange", "owner", "outer", "asynchronous"]
 _CLASSIC_LAYERS = 3  # of the network with fewest
 _OUTER = ("every", "lr", "int8", "block", "warmup_steps")
+_WITH_MOMENTUM = (*_OUTER, "momentum", "momentum_follows_lr")
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ STRATEGIES = {
     "device_sharded": Strategy("owner", True),
     "tree_update": Strategy("owner", True),
     "model_averaging": Strategy("outer", False, _OUTER),
-    "block_momentum": Strategy("outer", False, (*_OUTER, "momentum")),
-    "diloco": Strategy("outer", False, (*_OUTER, "momentum")),
-    "streaming_diloco": Strategy("outer", False, (*_OUTER, "momentum", "fragments", "overlap")),
+    "block_momentum": Strategy("outer", False, _WITH_MOMENTUM),
+    "diloco": Strategy("outer", False, _WITH_MOMENTUM),
+    "streaming_diloco": Strategy("outer", False, (*_WITH_MOMENTUM, "fragments", "overlap")),
     "async_sgd": Strategy("asynchronous", False, ("staleness",)),
 }
 

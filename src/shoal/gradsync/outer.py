@@ -15,13 +15,19 @@ the mean of what replicas had after step t moves the anchor after step t + overl
 meanwhile is kept by half: weights = alpha weights + (1 - alpha) anchor, with the paper's alpha of 0.5. With
 no overlap nothing was learned meanwhile, and the anchor is taken as it is.
 
+The inner learning rate changes, and outer gradients are as long as it is high. Momentum that adds them up as
+they are goes on with the long ones of old when the rate has fallen, and replicas overshoot. So it adds up
+outer gradients divided by the round's travel, the sum of its inner rates beside that of a round at the peak,
+and is multiplied by the travel of the round that uses it, as torch's SGD does with its own rate. At a
+constant rate this is the recursion of the papers; without sync.momentum_follows_lr it always is.
+
 Weights that are still far from any minimum do not average well. So first steps may be a warm-up, in which
 replicas average after each (as in Lin and others, post-local SGD, 2020, which sums gradients there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +51,14 @@ class OuterSgd:
     momentum: float = 0.0
     nesterov: bool = False
 
-    def step(self, anchor: Tensor, momentum: Tensor | None, gradient: Tensor) -> None:
-        """Move an anchor and its momentum, in place."""
-        if momentum is not None:
+    def step(self, anchor: Tensor, momentum: Tensor | None, gradient: Tensor, travel: float = 1.0) -> None:
+        """Move an anchor and its momentum, in place; `travel` is the unit in which gradients add up there."""
+        unit = 1.0
+        if momentum is not None and (unit := travel):  # where nothing was learned, nothing moves
+            gradient = gradient / unit
             momentum.mul_(self.momentum).add_(gradient)
             gradient = gradient.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-        anchor.sub_(gradient, alpha=self.lr)
+        anchor.sub_(gradient, alpha=self.lr * unit)
 
 
 AVERAGING = OuterSgd(1.0)
@@ -97,6 +105,16 @@ def due(step: int, every: int, count: int, *, all_now: bool) -> list[int]:
     if all_now:
         return list(range(count))
     return [number for number in range(count) if step % every == number * every // count]
+
+
+def travel(rate_at: Callable[[int], float], since: int, every: int, offset: int, warmup: int) -> float:
+    """Return how far a round's inner rates, as shares of the peak, go beside a round of `every` peaks.
+
+    The round ends after step `since`, and began after warm-up or where the fragment, whose exchanges begin
+    `offset` steps above multiples of `every`, left before. A function of steps alone: the same everywhere.
+    """
+    begun = max(since - 1 - (since - 1 - offset) % every, warmup, 0)
+    return sum(rate_at(step) for step in range(begun + 1, since + 1)) / every
 
 
 def pack(tensors: Sequence[Tensor], codec: Codec) -> Tensor:

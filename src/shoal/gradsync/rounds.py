@@ -22,7 +22,7 @@ from shoal.config.sections import Sync
 from shoal.gradsync.after_step import InStep
 from shoal.gradsync.codecs import Int8, Plain
 from shoal.gradsync.meeting import Meeting, Place, Record
-from shoal.gradsync.outer import AVERAGING, average, due, fragments_of, mix, outer_sgd, pack, unpack
+from shoal.gradsync.outer import AVERAGING, average, due, fragments_of, mix, outer_sgd, pack, travel, unpack
 from shoal.parallel.tensor import local
 from shoal.runtime.files import append_json
 from shoal.runtime.log import log
@@ -61,6 +61,7 @@ class OuterRounds(InStep):
         sync: Sync,
         *,
         steps: int,
+        rate_at: Callable[[int], float],
         replicas: int,
         meeting: Meeting | None,
         record: Callable[..., None],
@@ -68,7 +69,8 @@ class OuterRounds(InStep):
     ) -> None:
         """Take this rank's weights; `meeting` is None where there is one replica.
 
-        `record` takes a step and facts about an exchange; `incidents` is None on all ranks but one.
+        `rate_at` gives the inner learning rate of a step as a share of its peak. `record` takes a step and
+        facts about an exchange; `incidents` is None on all ranks but one.
         """
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
@@ -77,6 +79,7 @@ class OuterRounds(InStep):
         self._codec = Int8(sync.block) if sync.int8 else Plain(next(iter(weights.values())).dtype)
         self._weights, self._steps = weights, steps
         self._every, self._warmup_steps = sync.every, sync.warmup_steps
+        self._rate_at = rate_at if sync.momentum_follows_lr else None
         self._replicas, self._meeting = replicas, meeting
         self.traffic = meeting.traffic if meeting else None
         self._record, self._incidents = record, incidents
@@ -251,13 +254,20 @@ class OuterRounds(InStep):
         anchors = [local(self._anchors[name]) for name in names]
         gradients = unpack(self._flight.wait(), anchors, self._codec)
         sgd = AVERAGING if step <= self._warmup_steps else self._sgd
+        moved = self._travel(self._flight)
         for name, anchor, gradient in zip(names, anchors, gradients, strict=True):
             momentum = local(self._momenta[name]) if sgd.momentum else None
-            sgd.step(anchor, momentum, gradient)
+            sgd.step(anchor, momentum, gradient, moved)
             mix(local(self._weights[name]), anchor, step - self._flight.since)
         self._rounds += 1
         self._flight = None
         self._record(step, round=self._rounds, **self._facts)
+
+    def _travel(self, flight: Flight) -> float:
+        if self._rate_at is None:
+            return 1.0
+        offset = flight.fragment * self._every // len(self._fragments)
+        return travel(self._rate_at, flight.since, self._every, offset, self._warmup_steps)
 
     def _known(self) -> Iterator[Tensor]:
         for named in (self._anchors, self._momenta):

@@ -38,6 +38,7 @@ from shoal.train.optimiser import Optimiser, build_optimiser, optimiser_tensors
 from shoal.train.precision import Precision
 from shoal.train.profiler import StepProfiler
 from shoal.train.request import Request
+from shoal.train.schedule import learning_rate
 
 
 @dataclass
@@ -152,6 +153,7 @@ def _make_sync(
         model.named_weights(),
         config.sync,
         steps=config.train.steps,
+        rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
         replicas=layout.replicas,
         meeting=meeting,
         record=metrics.record_round,
