@@ -22,6 +22,8 @@ from typing import Any
 from benchmarks.record import RECORDS, write_record
 from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.bench.sizes import parse_rate
+from shoal.config.sections import Runtime
+from shoal.runtime.device import choose_threads
 
 MARK = 0.8
 WORKERS, BATCH = 2, 16
@@ -76,6 +78,7 @@ def compare(link: str, data: Path, steps: int, folder: Path) -> dict[str, Any]:
         "train.global_batch_size": BATCH,
         "train.micro_batch_size": BATCH // WORKERS,
         "train.steps": steps,
+        "runtime.threads": choose_threads(Runtime(), WORKERS)[0],  # two hosts share this one
         "sync.every": every,
         "sync.fragments": min(2, every),
         "sync.overlap": max(0, min(5, every // 2 - 1)),

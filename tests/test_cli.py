@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from shoal import cli
 from shoal.cli import app
 from shoal.config.sections import Config
 
@@ -101,6 +102,27 @@ def test_users_error_is_a_sentence_without_a_traceback(tmp_path):
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),  # who says how threads wait knows why
+    ],
+)
+def test_openmp_s_threads_do_not_wait_in_a_loop_for_long(monkeypatch, given, found):
+    seen = []
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "app", lambda **how: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert seen == [found]
 
 
 def settings_with_another_value():

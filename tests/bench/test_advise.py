@@ -220,14 +220,15 @@ def test_tiny_is_measured_and_advised_on_two_processes(tmp_path):
 def test_a_known_step_and_link_measure_only_the_work(capsys, monkeypatch):
     asked = []
 
-    def on_ranks(nproc, transport, work, ask):
-        asked.append((nproc, ask.link_s, ask.config))
+    def on_ranks(nproc, transport, work, ask, *, runtime):
+        asked.append((nproc, ask.link_s, ask.config, runtime.threads))
         return run_ranks(nproc, lambda rank: work(rank, print, ask))[0]
 
     monkeypatch.setattr(advise, "on_ranks", on_ranks)
     wish = Wish(layout="dp4", link="100mbit", step_ms=200.0, hosts=2)
-    assert command(load_config("tiny", {"model": {"n_layers": 1, "d_model": 32}}), wish) == 0
+    settings = {"model": {"n_layers": 1, "d_model": 32}, "runtime": {"threads": 3}}
+    assert command(load_config("tiny", settings), wish) == 0
     printed = capsys.readouterr().out
     assert "2 hosts, 2 replicas on each" in printed
     assert "a link carries 100 Mbit/s" in printed
-    assert asked == [(1, 0.0, None)]
+    assert asked == [(1, 0.0, None, 3)]

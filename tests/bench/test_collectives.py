@@ -9,9 +9,10 @@ import torch
 
 from shoal.bench import collectives
 from shoal.bench.collectives import Ask, Row, measure
-from shoal.bench.ranks import _hosts
+from shoal.bench.ranks import _hosts, on_ranks
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.thread_transport import run_ranks
+from shoal.config.sections import Runtime
 from shoal.errors import InputError
 from shoal.runtime.seat import Seat
 from tests.mpirun import mpirun, needs_mpi
@@ -141,3 +142,11 @@ def test_other_words_are_no_sizes(words):
 
 def test_sizes_are_written_with_their_largest_unit():
     assert [in_words(size) for size in (5, 1024, 1536, 1 << 28)] == ["5 B", "1 KB", "1.5 KB", "256 MB"]
+
+
+def threads_of(transport, tell):
+    return torch.get_num_threads()
+
+
+def test_ranks_of_a_measurement_have_the_threads_that_are_asked_for():
+    assert on_ranks(1, "torch", threads_of, runtime=Runtime(threads=3)) == 3

@@ -111,7 +111,8 @@ def command(config: Config, wish: Wish) -> int:
             tuple(legal.values()),
             shapes,
         )
-        found: Measured | None = on_ranks(_processes(wish, layout, link), "torch", measure, ask)
+        processes = _processes(wish, layout, link)
+        found: Measured | None = on_ranks(processes, "torch", measure, ask, runtime=config.runtime)
     if found is None:  # another rank reports
         return 0
     link, pace = link or found.link, pace or found.pace

@@ -20,8 +20,10 @@ from shoal.bench.sizes import parse_rate
 from shoal.comm.cost import all_reduce_cost
 from shoal.comm.slow_transport import MBIT
 from shoal.config.load import config_from_toml, validate
+from shoal.config.sections import Runtime
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
+from shoal.runtime.device import choose_threads
 from shoal.runtime.files import write_json
 from shoal.tasks.choose import open_task
 from shoal.train.metrics import read_metrics
@@ -116,6 +118,7 @@ class Cell:
             "eval.every": max(1, self.steps // 8),
             "checkpoint.every": 0,
             "train.compile": "off",
+            "runtime.threads": choose_threads(Runtime(), self.workers)[0],  # two hosts share this one
             "sync.strategy": self.way.name,
             **{f"sync.{name}": str(value).lower() for name, value in self.way.settings.items()},
             **self.network.settings,

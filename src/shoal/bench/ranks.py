@@ -24,13 +24,15 @@ from shoal.runtime.seat import Seat, read_seat
 Work = Callable[..., Any]  # (transport, tell, *arguments) -> what rank 0 is asked for
 
 
-def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
+def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any, runtime: Runtime | None = None) -> Any:
     """Run a top-level function on every rank; return what it returned on rank 0, None on other ranks.
+
+    An MPI's ranks know nothing of `runtime`.
 
     Raises:
         InputError: No such number of processes, or a launcher started another number.
     """
-    seat = read_seat()
+    seat, runtime = read_seat(), runtime or Runtime()
     if nproc < 0 or (seat and nproc not in (0, seat.world_size)):
         raise InputError(
             f"--nproc {nproc}" + (f", but a launcher started {seat.world_size} processes" if seat else ""),
@@ -43,13 +45,13 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any) -> Any:
         with mpi_transport.world() as ranks:
             return _first(ranks, seat, work, arguments)
     if seat:
-        device = processes.join(Runtime()).device.torch_device
+        device = processes.join(runtime).device.torch_device
         try:
             return _first(TorchTransport(device=device), seat, work, arguments)
         finally:
             processes.leave()
     preload = (__name__, work.__module__)
-    with Console(stderr=True).status("starting") as status, Crew(nproc or 2, Runtime(), preload) as crew:
+    with Console(stderr=True).status("starting") as status, Crew(nproc or 2, runtime, preload) as crew:
         return crew.run("bench", status.update, nproc or 2, _in_crew, work, arguments)[0]
 
 
