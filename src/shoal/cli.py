@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from io import TextIOWrapper
@@ -13,10 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from shoal.cli_models import evaluate, export, generate, import_, serve
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
-
-# How often a thread of OpenMP looks for work before it sleeps. By default it is so often that two programs on
-# the same cores wait for each other's threads nearly all the time.
-_SPINS = "10000"
+from shoal.runtime.openmp import sleep_sooner
 
 app = App(
     name="shoal",
@@ -362,8 +358,7 @@ def quickstart(*, output: Path = Path("quickstart")) -> None:
 
 def main() -> None:
     """Run one command; an error becomes a sentence on stderr and an exit status."""
-    if "OMP_WAIT_POLICY" not in os.environ:  # torch is not loaded yet
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    sleep_sooner()  # torch is not loaded yet
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character is no reason to fail
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
