@@ -4,7 +4,7 @@ At each speed two ranks on two hosts (network namespaces: as root) advise, measu
 themselves; then `shoal bench gradsync` trains there by each strategy. The record has predicted and measured
 seconds a step and their rank correlation (Spearman's), which is to be at least 0.8.
 
-    python -m benchmarks.advise [--links 1gbit 100mbit 20mbit] [--steps 60]      as root, an hour
+    python -m benchmarks.advise [--links 1gbit 200mbit 50mbit] [--steps 40]      as root, 20 minutes
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--links", nargs="+", default=["1gbit", "100mbit", "20mbit"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--links", nargs="+", default=["1gbit", "200mbit", "50mbit"])
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, default=RECORDS, help="folder of the record")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

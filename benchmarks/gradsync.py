@@ -4,7 +4,7 @@ A GPT of 3.5M parameters on the source text of Python's standard library. Each t
 its own; its folder stays below --runs, and the same command goes on where it was stopped.
 
     python -m benchmarks.gradsync convergence [--workers 2 4] [--steps 1000]      hours
-    python -m benchmarks.gradsync link                                            as root, an hour
+    python -m benchmarks.gradsync link                                            as root, 30 minutes
 """
 
 from __future__ import annotations
