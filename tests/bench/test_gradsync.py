@@ -142,6 +142,13 @@ def test_one_worker_trains_once_and_without_a_link(tmp_path):
     assert ["--train.micro_batch_size=32" in c.words() for c in planned] == [True] + [False] * 4
 
 
+def test_workers_on_two_hosts_of_one_machine_share_its_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(cells, "choose_threads", lambda runtime, workers: (8 // workers, "eight cores"))
+    ask = Ask(("bf16",), (2, 4), ("gpt",), ("hosts",), 20, 32, (tmp_path,), None)
+    threads = [[word for word in cell.words() if "runtime.threads" in word] for cell in plan(ask, tmp_path)]
+    assert threads == [["--runtime.threads=4"], ["--runtime.threads=2"]]
+
+
 def test_settings_that_a_short_run_needs_are_added():
     assert parse_way("diloco:lr=0.5", 20).settings == {"lr": 0.5, "warmup_steps": 2, "every": 5}
     streaming = {"warmup_steps": 4, "every": 10, "fragments": 2, "overlap": 4}

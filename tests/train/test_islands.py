@@ -41,6 +41,19 @@ def test_averaging_after_every_step_of_sgd_is_plain_data_parallelism(pool, apart
     assert first["losses"] != second["losses"]  # each reports its own share of the samples
 
 
+def test_outer_momentum_follows_the_schedule_of_the_run(apart, data, tmp_path):
+    def train(name, kind, **sync):
+        sync = {"strategy": "diloco", "every": 2, **sync}
+        schedule = {"kind": kind, "warmup_steps": 0}
+        values = tiny_config(data, train={"steps": 6}, schedule=schedule, optimizer=SGD, sync=sync)
+        return apart(tmp_path / name, values)[0]
+
+    same = train("constant", "constant"), train("paper", "constant", momentum_follows_lr=False)
+    assert same_weights(*same)
+    apart_then = train("falling", "linear"), train("old steps", "linear", momentum_follows_lr=False)
+    assert not same_weights(*apart_then)
+
+
 @pytest.mark.parametrize(("int8", "share"), [(False, 1.0), (True, 0.26)])
 def test_what_travels_is_the_model_once_in_every_round(apart, data, tmp_path, int8, share):
     """A plain all-reduce of two replicas would send as much after every step."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# How often a thread looks for work before it sleeps. By default it does so for some 10 ms: two programs on
-# the same cores then wait most of their time for threads that are not running, while others look for work.
+# How often a thread looks for work before it sleeps. By default, 300,000 times, two programs on the same
+# cores wait most of their time for threads that are not running, while others look for work.
 _SPINS = "10000"
 
 
