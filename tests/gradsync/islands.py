@@ -46,8 +46,9 @@ class Sea:
         steps: int,
         settings: Sync,
         rate_at: Callable[[int], float] = lambda step: 1.0,
+        update: Callable[[int], None] = lambda step: None,
     ) -> OuterRounds:
-        """Return what the trainer calls after each step."""
+        """Return what the trainer has take its steps, by `update` where they are taken together."""
 
         def record(step: int, **facts: Any) -> None:
             if replica == 0:
@@ -59,6 +60,7 @@ class Sea:
             settings,
             steps=steps,
             rate_at=rate_at,
+            update=update,
             replicas=self.replicas,
             meeting=meeting,
             record=record,
@@ -70,6 +72,17 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
     """Call `work` for each island at once, and return what it gave."""
     with ThreadPoolExecutor(count) as threads:
         return [future.result(60) for future in [threads.submit(work, replica) for replica in range(count)]]
+
+
+def sgd_of(weights: dict[str, nn.Parameter], momentum: float = 0.0) -> Callable[[float], None]:
+    """Return what takes a step of plain SGD at a rate."""
+    optimiser = torch.optim.SGD(weights.values(), momentum=momentum)
+
+    def take(rate: float) -> None:
+        optimiser.param_groups[0]["lr"] = rate
+        optimiser.step()
+
+    return take
 
 
 def parameters(**values: Any) -> dict[str, nn.Parameter]:

@@ -11,10 +11,11 @@ from shoal.config.sections import Sync
 from shoal.errors import InputError, ShoalError, StoppedError
 from shoal.gradsync import meeting as meetings
 from shoal.gradsync.meeting import LeftOut, Place
-from tests.gradsync.islands import parameters, sea, together
+from tests.gradsync.islands import parameters, sea, sgd_of, together
 
 __all__ = ["sea"]  # a fixture
 DILOCO = Sync(strategy="diloco", every=2)
+STREAMING = Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1)
 
 
 @pytest.fixture
@@ -150,30 +151,45 @@ def test_there_is_nobody_to_join_when_all_have_ended(sea):
         there.meeting(1).enter(Place(0, 0), nothing)
 
 
-def descend(replica, sync, weights, begin_at, until, pause=None):
-    for step in range(begin_at + 1, until + 1):
-        if pause:
-            pause(step)
-        for weight in weights.values():
-            weight.data -= 0.25 * (weight.data - replica)
-        sync.after_step(step)
+def train(there, replica, weights, steps, settings):
+    """Return a replica's sync, and what takes its steps to a number, by SGD with momentum."""
+    take = sgd_of(weights, momentum=0.5)
+    sync = there.sync(replica, weights, steps, settings, update=lambda step: take(0.125))
+
+    def descend(begin_at, until, pause=None):
+        for step in range(begin_at + 1, until + 1):
+            if pause:
+                pause(step)
+            for weight in weights.values():
+                weight.grad = weight.detach() - replica
+            sync.take_step(take, 0.125)
+            sync.after_step(step)
+
+    return sync, descend
 
 
 @pytest.mark.parametrize(
-    "settings", [DILOCO, Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1)]
+    "settings",
+    [
+        DILOCO,
+        STREAMING,
+        DILOCO.model_copy(update={"warmup_steps": 11}),
+        STREAMING.model_copy(update={"warmup_steps": 9}),
+    ],
+    ids=["diloco", "streaming", "in warm-up", "at its end"],
 )
 def test_a_replica_that_comes_back_joins_in_the_next_round_with_anchor_momentum_and_step(sea, settings):
     """The third one falls in step 5 of 20, and is back while the others are in step 9."""
-    there, steps = sea(3), 20
+    there, steps, joined_at = sea(3), 20, 9 if settings.warmup_steps else 10
     back = threading.Event()
     ends = {}
 
     def run(replica):
         weights = parameters(blocks__0__up=[0.5], blocks__1__up=[-2.0])
-        sync = there.sync(replica, weights, steps, settings)
+        sync, descend = train(there, replica, weights, steps, settings)
         begin_at = sync.start(0)
         if replica == 2:
-            descend(replica, sync, weights, begin_at, 4)
+            descend(begin_at, 4)
             fall_silent(sync._meeting)
             there.store.set("board2", json.dumps({"state": "lost"}))
             weights = parameters(blocks__0__up=[99.0], blocks__1__up=[99.0])  # of an old checkpoint, say
@@ -181,15 +197,15 @@ def test_a_replica_that_comes_back_joins_in_the_next_round_with_anchor_momentum_
             while all(facts["replicas"] == 3 for facts in there.rounds):
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            sync = there.sync(2, weights, steps, settings)
+            sync, descend = train(there, 2, weights, steps, settings)
             back.set()
             begin_at = sync.start(0)
-            assert begin_at == 10
+            assert begin_at == joined_at
         else:
             pause = lambda step: step == 9 and (back.wait(20), time.sleep(1))  # noqa: E731
-            descend(replica, sync, weights, begin_at, 10, pause)
-            begin_at = 10
-        descend(replica, sync, weights, begin_at, steps)
+            descend(begin_at, joined_at, pause)
+            begin_at = joined_at
+        descend(begin_at, steps)
         sync.close()
         ends[replica] = {name: tensor.clone() for name, tensor in sync.tensors().items()}
         ends[replica] |= {name: weight.detach() for name, weight in weights.items()}
@@ -262,13 +278,13 @@ def test_a_fragment_under_way_at_one_only_is_told_to_the_other(sea):
 
     def run(replica):
         weights = parameters(blocks__0__up=[1.0], blocks__1__up=[2.0])
-        sync = there.sync(replica, weights, steps, settings)
+        sync, descend = train(there, replica, weights, steps, settings)
         flight = None if replica else [1, 2]
         tensors = sync.expect({"rounds": 0, "momentum": False, "fragments": 2, "flight": flight})
         for name, tensor in tensors.items():
             tensor.fill_(0.25 if name.startswith("incoming") else 1.0)
         begin_at = sync.start(1 if replica else 3)
-        descend(replica, sync, weights, begin_at, steps)
+        descend(begin_at, steps)
         sync.close()
         return begin_at, {name: tensor.tolist() for name, tensor in sync.tensors().items()}
 

@@ -20,7 +20,7 @@ from shoal.gradsync.outer import (
     unpack,
 )
 from shoal.gradsync.rounds import Flight
-from tests.gradsync.islands import parameters, sea, together
+from tests.gradsync.islands import parameters, sea, sgd_of, together
 
 __all__ = ["sea"]  # a fixture
 TARGETS = (1.0, -3.0, 8.0)  # each replica pulls its weight towards another value
@@ -35,17 +35,28 @@ def halving(step):
     return 0.5 ** (step // 2)
 
 
-def train(make_sea, settings, replicas=2, steps=6, names=("blocks.0.up", "blocks.1.up"), rate_at=constant):
+def train(
+    make_sea,
+    settings,
+    replicas=2,
+    steps=6,
+    names=("blocks.0.up", "blocks.1.up"),
+    rate_at=constant,
+    left_out=(),
+):
     """Let replicas descend (w - target)^2 / 2 by plain SGD; return each one's weights after each step."""
     sea = make_sea(replicas)
 
     def work(replica):
         weights = parameters(**{name.replace(".", "__"): [0.5, -2.0] for name in names})
-        sync = sea.sync(replica, weights, steps, settings, rate_at)
+        take = sgd_of(weights)
+        sync = sea.sync(replica, weights, steps, settings, rate_at, lambda step: take(RATE * rate_at(step)))
         trace = []
         for step in range(sync.start(0) + 1, steps + 1):
             for weight in weights.values():
-                weight.data -= RATE * rate_at(step) * (weight.data - TARGETS[replica])
+                weight.grad = weight.detach() - TARGETS[replica]
+            if (replica, step) not in left_out:
+                sync.take_step(take, RATE * rate_at(step))
             sync.after_step(step)
             trace.append({name: weight.detach().clone() for name, weight in weights.items()})
         sync.close()
@@ -132,12 +143,12 @@ def test_where_nothing_was_learned_nothing_moves():
     assert (anchor.item(), momentum.item()) == (2, 3)
 
 
-def test_in_warm_up_replicas_average_after_each_step_and_momentum_stays(sea):
+def test_in_warm_up_replicas_take_the_step_of_their_mean_gradient_and_momentum_stays(sea):
     settings = Sync(strategy="diloco", every=2, lr=0.5, momentum=0.25, warmup_steps=2)
     traces, there = train(sea, settings)
-    averaged, _ = train(sea, Sync(strategy="model_averaging", every=1), steps=2)
+    averaged, _ = train(sea, Sync(strategy="model_averaging", every=1), steps=2)  # for SGD it is the same
     assert same([trace[:2] for trace in traces], averaged)
-    assert [found["step"] for found in there.rounds] == [1, 2, 4, 6]
+    assert [found["step"] for found in there.rounds] == [1, 2, 2, 4, 6]
     anchor, velocity = averaged[0][-1]["blocks.0.up"][0].item(), 0.0
     for step in (4, 6):
         ends = [target + (anchor - target) * 0.75**2 for target in TARGETS[:2]]
@@ -147,12 +158,29 @@ def test_in_warm_up_replicas_average_after_each_step_and_momentum_stays(sea):
         assert all(trace[step - 1]["blocks.0.up"][0].item() == anchor for trace in traces)
 
 
-def test_in_warm_up_a_stream_agrees_on_all_fragments_at_once(sea):
+def test_in_warm_up_a_replica_that_leaves_a_step_out_adds_nothing_and_follows_the_others(sea):
+    settings = Sync(strategy="diloco", every=2, warmup_steps=2)
+    traces, _ = train(sea, settings, steps=3, left_out={(1, 1), (0, 2), (1, 2)})
+    assert same(traces[:1], traces[1:])
+    halfway = 0.5 - 0.25 * (0.5 - TARGETS[0]) / 2
+    assert traces[0][0]["blocks.0.up"][0].item() == halfway
+    assert traces[0][1]["blocks.0.up"][0].item() == halfway  # nobody had a gradient
+
+
+def test_warm_up_is_exact_though_rounds_are_rounded(sea):
+    settings = {"strategy": "diloco", "every": 4, "warmup_steps": 2, "block": 2}
+    plain, _ = train(sea, Sync(**settings), steps=4)
+    rounded, _ = train(sea, Sync(**settings, int8=True), steps=4)
+    assert same([trace[:3] for trace in plain], [trace[:3] for trace in rounded])
+    assert not same([trace[3:] for trace in plain], [trace[3:] for trace in rounded])
+
+
+def test_in_warm_up_a_stream_takes_steps_of_the_whole_model(sea):
     settings = Sync(strategy="streaming_diloco", every=4, fragments=2, overlap=1, warmup_steps=2)
     traces, there = train(sea, settings, steps=5)
     averaged, _ = train(sea, Sync(strategy="model_averaging", every=1), steps=2)
     assert same([trace[:2] for trace in traces], averaged)
-    assert [found["step"] for found in there.rounds] == [1, 1, 2, 2, 5, 5, 5]  # and what left after 4
+    assert [found["step"] for found in there.rounds] == [1, 2, 2, 2, 5, 5, 5]  # and what left after 4
 
 
 def test_between_agreements_replicas_are_apart(sea):

@@ -41,6 +41,17 @@ def test_averaging_after_every_step_of_sgd_is_plain_data_parallelism(pool, apart
     assert first["losses"] != second["losses"]  # each reports its own share of the samples
 
 
+def test_warm_up_is_plain_data_parallelism_with_any_optimiser(pool, apart, data, tmp_path):
+    """AdamW's second moments tell means of gradients from means of steps."""
+    values = tiny_config(data, optimizer={"clip": 0.0})
+    plain = pool.run(run_training, 2, tmp_path / "plain", values)[0]
+    steps = len(plain["losses"])
+    sync = {"strategy": "diloco", "every": 2, "warmup_steps": steps - 1}
+    first, second = apart(tmp_path / "apart", tiny_config(data, optimizer={"clip": 0.0}, sync=sync))
+    means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    np.testing.assert_allclose(means, plain["losses"], rtol=2e-6)
+
+
 def test_outer_momentum_follows_the_schedule_of_the_run(apart, data, tmp_path):
     def train(name, kind, **sync):
         sync = {"strategy": "diloco", "every": 2, **sync}

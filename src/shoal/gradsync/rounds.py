@@ -1,7 +1,7 @@
 """Replicas that train apart and agree on weights now and then; see gradsync.outer for how.
 
-What travels is the outer gradient, fragment by fragment. Each exchange runs in a thread, whether the replica
-waits for it at once or trains on meanwhile.
+What travels is the outer gradient, fragment by fragment; in warm-up the gradient, whole. Each exchange runs
+in a thread, whether the replica waits for it at once or trains on meanwhile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from shoal.comm.transport import Transport
 from shoal.config.sections import Sync
+from shoal.gradsync.after_backward import local_gradient
 from shoal.gradsync.after_step import InStep
-from shoal.gradsync.codecs import Int8, Plain
+from shoal.gradsync.codecs import Codec, Int8, Plain
 from shoal.gradsync.meeting import Meeting, Place, Record
 from shoal.gradsync.outer import AVERAGING, average, due, fragments_of, mix, outer_sgd, pack, travel, unpack
 from shoal.parallel.tensor import local
@@ -30,16 +31,17 @@ from shoal.runtime.ring import mark
 
 _PROGRESS_S = 1.0  # how often a rank that waits says so: waiting for a slow replica is no hang
 _MAX_FRAGMENTS = 10_000  # more are no checkpoint's of ours
+_WHOLE = -1  # for the number of a fragment: all weights
 KINDS = ("anchor", "momentum", "incoming")  # of tensors in a checkpoint
 
 
 @dataclass
 class Flight:
-    """A fragment whose exchange is under way."""
+    """A fragment whose exchange is under way, or in warm-up the gradient of a step."""
 
     fragment: int
     since: int  # the step after which it left
-    mean: Future[Tensor]  # of the outer gradients
+    mean: Future[Tensor]  # of the outer gradients, or of gradients
 
     def wait(self) -> Tensor:
         """Return the mean when it is there."""
@@ -62,6 +64,7 @@ class OuterRounds(InStep):
         *,
         steps: int,
         rate_at: Callable[[int], float],
+        update: Callable[[int], None],
         replicas: int,
         meeting: Meeting | None,
         record: Callable[..., None],
@@ -69,17 +72,21 @@ class OuterRounds(InStep):
     ) -> None:
         """Take this rank's weights; `meeting` is None where there is one replica.
 
-        `rate_at` gives the inner learning rate of a step as a share of its peak. `record` takes a step and
-        facts about an exchange; `incidents` is None on all ranks but one.
+        `rate_at` gives the inner learning rate of a step as a share of its peak, and `update` takes the inner
+        optimiser's step. `record` takes a step and facts about an exchange; `incidents` is None on all ranks
+        but one.
         """
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
         self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
         self._sgd = outer_sgd(sync, replicas)
-        self._codec = Int8(sync.block) if sync.int8 else Plain(next(iter(weights.values())).dtype)
+        self._exact = Plain(next(iter(weights.values())).dtype)
+        self._codec = Int8(sync.block) if sync.int8 else self._exact
         self._weights, self._steps = weights, steps
         self._every, self._warmup_steps = sync.every, sync.warmup_steps
         self._rate_at = rate_at if sync.momentum_follows_lr else None
+        self._update = update
+        self._done, self._has_gradient = 0, False  # the last step; of the one under way
         self._replicas, self._meeting = replicas, meeting
         self.traffic = meeting.traffic if meeting else None
         self._record, self._incidents = record, incidents
@@ -103,7 +110,8 @@ class OuterRounds(InStep):
             self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         if self._flight is not None:
             incoming = [local(tensor) for tensor in self._incoming.values()]
-            self._flight.mean.set_result(pack(incoming, self._codec))
+            self._flight.mean.set_result(pack(incoming, self._codec_of(self._flight.since)))
+        self._done = step
         if self._meeting is None:
             return step
         flight = (self._flight.fragment, self._flight.since) if self._flight else None
@@ -112,13 +120,22 @@ class OuterRounds(InStep):
         if len(self._taken):
             self._present = set(record.present)
             self._facts = {"replicas": len(record.members), "sent_bytes": 0}
-            return self._join(record.place)
+            self._done = self._join(record.place)
+            return self._done
         self._notice(record, step)
         return step
+
+    def take_step(self, step: Callable[[float], None], rate: float) -> None:
+        """Take a step; in warm-up `after_step` does, when the mean of all gradients is here."""
+        if self._done < self._warmup_steps:
+            self._has_gradient = True
+        else:
+            step(rate)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """End the exchange that is due, and begin what is due; at the last step all replicas agree."""
+        self._done = step
         if self._flight and self._lands(self._flight.since, step):
             self._land(step)
         self._exchange(step, self._due(step))
@@ -168,10 +185,24 @@ class OuterRounds(InStep):
         }
 
     def _due(self, step: int) -> list[int]:
-        return due(step, self._every, len(self._fragments), all_now=self._agree_on_all(step))
+        """Return what is exchanged after a step, in its order.
+
+        At the end of warm-up all is averaged once: weights are the same, but for those of one that joined
+        with other moments.
+        """
+        found = [_WHOLE] if step <= self._warmup_steps else []
+        if step >= self._warmup_steps:
+            found += due(step, self._every, len(self._fragments), all_now=self._agree_on_all(step))
+        return found
 
     def _agree_on_all(self, step: int) -> bool:
         return step <= self._warmup_steps or step == self._steps
+
+    def _names(self, fragment: int) -> list[str]:
+        return list(self._weights) if fragment == _WHOLE else self._fragments[fragment]
+
+    def _codec_of(self, since: int) -> Codec:
+        return self._exact if since <= self._warmup_steps else self._codec
 
     def _lands(self, since: int, step: int) -> bool:
         """Say whether what left after step `since` has its outer step after this one."""
@@ -184,11 +215,24 @@ class OuterRounds(InStep):
                 self._land(step)
 
     def _take_off(self, fragment: int, step: int) -> None:
-        """Begin to exchange how far this replica has moved from the anchor."""
-        names = self._fragments[fragment]
-        moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
-        flat, place = pack(moved, self._codec), Place(self._rounds, step, (fragment, step))
+        """Begin to exchange how far this replica has moved from the anchor, or where it wants to go."""
+        if fragment == _WHOLE:
+            moved = self._gradients()
+        else:
+            names = self._fragments[fragment]
+            if step == self._warmup_steps:  # one that joined has its own anchors: the mean is of weights
+                torch._foreach_zero_([local(self._anchors[name]) for name in names])
+            moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
+        flat, place = pack(moved, self._codec_of(step)), Place(self._rounds, step, (fragment, step))
         self._flight = Flight(fragment, step, in_thread(lambda: self._mean(flat, place)))
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this replica's gradients; zeros where it leaves the step out, or is only about to join."""
+        for weight in self._weights.values():
+            if weight.grad is None or not self._has_gradient:
+                weight.grad = torch.zeros_like(weight)
+        self._has_gradient = False
+        return [local_gradient(weight) for weight in self._weights.values()]
 
     def _mean(self, flat: Tensor, place: Place) -> Tensor:
         """Return the mean over the replicas that come. Runs in a thread. Collective over the replicas."""
@@ -205,7 +249,8 @@ class OuterRounds(InStep):
         if transport is None:
             return flat
         if transport.rank < len(record.members):
-            flat = average(transport.group(range(len(record.members))), flat, self._codec)
+            codec = self._codec_of(record.place.step)
+            flat = average(transport.group(range(len(record.members))), flat, codec)
         self._tell(record, transport, flat)
         return flat
 
@@ -220,8 +265,9 @@ class OuterRounds(InStep):
         if transport.rank < len(record.members):
             self._tell(record, transport, self._flight.wait() if self._flight else torch.empty(0))
             return
-        names = self._fragments[record.place.flight[0]] if record.place.flight else []
-        incoming = pack([local(self._anchors[name]) for name in names], self._codec)
+        fragment, since = record.place.flight or (None, 0)
+        names = self._names(fragment) if fragment is not None else []
+        incoming = pack([local(self._anchors[name]) for name in names], self._codec_of(since))
         self._taken = torch.cat([*self._known(), incoming])
         transport.recv(self._taken, 0)
 
@@ -248,20 +294,36 @@ class OuterRounds(InStep):
         return place.step
 
     def _land(self, step: int) -> None:
-        """Take the outer step of the fragment under way, and its outcome into the weights."""
+        """Take the step for which the mean under way was meant."""
         assert self._flight is not None, step
-        names = self._fragments[self._flight.fragment]
-        anchors = [local(self._anchors[name]) for name in names]
-        gradients = unpack(self._flight.wait(), anchors, self._codec)
-        sgd = AVERAGING if step <= self._warmup_steps else self._sgd
-        moved = self._travel(self._flight)
-        for name, anchor, gradient in zip(names, anchors, gradients, strict=True):
-            momentum = local(self._momenta[name]) if sgd.momentum else None
-            sgd.step(anchor, momentum, gradient, moved)
-            mix(local(self._weights[name]), anchor, step - self._flight.since)
+        flight = self._flight
+        anchors = [local(self._anchors[name]) for name in self._names(flight.fragment)]
+        mean = unpack(flight.wait(), anchors, self._codec_of(flight.since))
+        if flight.fragment == _WHOLE:
+            self._step_together(step, mean)
+        else:
+            self._outer_step(flight, step, mean)
         self._rounds += 1
         self._flight = None
         self._record(step, round=self._rounds, **self._facts)
+
+    def _step_together(self, step: int, gradients: list[Tensor]) -> None:
+        """Take the inner step of warm-up; where nobody has a gradient, none."""
+        if any(gradient.any() for gradient in gradients):
+            torch._foreach_copy_(self._gradients(), gradients)
+            self._update(step)
+        for name, weight in self._weights.items():
+            local(self._anchors[name]).copy_(local(weight))
+
+    def _outer_step(self, flight: Flight, step: int, gradients: list[Tensor]) -> None:
+        """Move the anchor of a fragment, and take the outcome into the weights."""
+        sgd = AVERAGING if step <= self._warmup_steps else self._sgd
+        moved = self._travel(flight)
+        for name, gradient in zip(self._fragments[flight.fragment], gradients, strict=True):
+            anchor = local(self._anchors[name])
+            momentum = local(self._momenta[name]) if sgd.momentum else None
+            sgd.step(anchor, momentum, gradient, moved)
+            mix(local(self._weights[name]), anchor, step - flight.since)
 
     def _travel(self, flight: Flight) -> float:
         if self._rate_at is None:
@@ -285,10 +347,10 @@ class OuterRounds(InStep):
         """Return the mean outer gradient of the fragment under way, by parameter, when it is there."""
         if self._flight is None:
             return {}
-        names = self._fragments[self._flight.fragment]
+        names = self._names(self._flight.fragment)
         arriving = {name: torch.empty_like(self._anchors[name]) for name in names}
-        into = [local(tensor) for tensor in arriving.values()]
-        for tensor, part in zip(into, unpack(self._flight.wait(), into, self._codec), strict=True):
+        into, codec = [local(tensor) for tensor in arriving.values()], self._codec_of(self._flight.since)
+        for tensor, part in zip(into, unpack(self._flight.wait(), into, codec), strict=True):
             tensor.copy_(part)
         return arriving
 

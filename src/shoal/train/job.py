@@ -154,6 +154,7 @@ def _make_sync(
         config.sync,
         steps=config.train.steps,
         rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
+        update=lambda step: optimiser.step(learning_rate(config, step)),
         replicas=layout.replicas,
         meeting=meeting,
         record=metrics.record_round,
