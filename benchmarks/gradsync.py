@@ -1,15 +1,17 @@
 """How far each strategy falls behind all-reduce at equal tokens, and what it saves on a link of 100 Mbit/s.
 
 A GPT of 3.5M parameters on the source text of Python's standard library. Each training is a `shoal train` of
-its own; its folder stays below --runs, and the same command goes on where it was stopped.
+its own; its folder stays below --runs, and the same command goes on where it was stopped. `convergence` adds
+to its record what is asked for, so a few trainings at a time will do.
 
-    python -m benchmarks.gradsync convergence [--workers 2 4] [--steps 1000]      hours
-    python -m benchmarks.gradsync link                                            as root, 30 minutes
+    python -m benchmarks.gradsync convergence [--workers 2 4] [--only diloco:every=50]    hours
+    python -m benchmarks.gradsync link                                                    as root, 30 minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,7 @@ from rich.console import Console
 from benchmarks.record import RECORDS, write_record
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
 from shoal.bench.gradsync import HOSTS, LOCAL, ended_like_ctrl_c, make_data, measure, tables
+from shoal.bench.record import describe
 
 TEXT = ("stdlib", "--vocab-size", "4096", "--split", "95,5,0")
 SEQ_LEN, BATCH = 128, 16
@@ -31,7 +34,6 @@ SETTINGS = {
     "model.n_heads": 6,
     "model.max_seq_len": SEQ_LEN,
     "train.seq_len": SEQ_LEN,
-    "precision.dtype": "fp32",
     "eval.sequences": 256,
 }
 BASE, COUNTED_BASE = "allreduce", "allreduce:algorithm=chunked_ring"
@@ -43,21 +45,21 @@ FEWER_BYTES, FEWER_BYTES_OUTER = 20, 0.9  # times, and times H
 UNHINDERED = 0.9  # of the tokens/s without a limit
 SHARDED = "dp2*zero2x2"
 BY_STEP = ("step_s", "communication_s", "sync_bytes")
+DEFAULT_STEPS = {"convergence": 2000, "link": 60}
 
-Verdict = dict[str, Any]
+Facts = dict[str, Any]
 
 
 def convergence(data: Path, workers: Sequence[int], steps: int, every: Sequence[int]) -> list[Cell]:
     """Return the trainings that are compared at equal tokens."""
     words = [BASE, *COMPRESSED, *(f"{name}:every={h}" for name in OUTER for h in every)]
-    return [
-        Cell(_network(data, 200), parse_way(word, steps), n, LOCAL, steps) for n in workers for word in words
-    ]
+    network = _network(data, 200, "auto")
+    return [Cell(network, parse_way(word, steps), n, LOCAL, steps) for n in workers for word in words]
 
 
 def link(data: Path, steps: int, every: int) -> list[Cell]:
     """Return the trainings on two hosts: three rounds of H steps each, or `steps` where nothing waits."""
-    network, rounds = _network(data, 0), math.ceil(3 * every / 0.9)  # a tenth is warm-up
+    network, rounds = _network(data, 0, "fp32"), math.ceil(3 * every / 0.9)  # a tenth is warm-up
     cells = [Cell(network, parse_way(word, steps), 2, LINK, steps) for word in (COUNTED_BASE, "onebit")]
     ways = [parse_way(f"{name}:every={every}", rounds) for name in (*OUTER, "model_averaging")]
     cells += [Cell(network, way, 2, where, rounds) for where in (HOSTS, LINK) for way in ways]
@@ -66,21 +68,40 @@ def link(data: Path, steps: int, every: int) -> list[Cell]:
     return cells + [Cell(network, inside, 4, where, rounds, SHARDED) for where in (HOSTS, LINK)]
 
 
-def _network(data: Path, save_every: int) -> Network:
-    settings = {**SETTINGS, "checkpoint.every": save_every}
+def _network(data: Path, save_every: int, dtype: str) -> Network:
+    settings = {**SETTINGS, "checkpoint.every": save_every, "precision.dtype": dtype}
     return Network("gpt-3.5m", "tiny", data, BATCH, {name: str(value) for name, value in settings.items()})
 
 
-def judge_convergence(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:
+def with_earlier(cells: Sequence[Facts], steps: int, path: Path) -> list[Facts]:
+    """Return cells, and those of an earlier record of as many steps on such a machine. Curves say enough."""
+    found: dict[tuple[int, str], Facts] = {}
+    now = {**describe(path.stem), **_about(steps)}
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        if all(earlier.get(key) == now[key] for key in ("machine", *_about(steps))):
+            found = {(cell["workers"], cell["strategy"]): cell for cell in earlier["cells"]}
+    for cell in cells:
+        trimmed = {key: value for key, value in cell.items() if key not in BY_STEP}
+        found[cell["workers"], cell["strategy"]] = trimmed
+    return list(found.values())
+
+
+def _about(steps: int) -> Facts:
+    """Return what is the same for all cells of a record."""
+    return {"tokens_a_step": SEQ_LEN * BATCH, "steps": steps, "settings": SETTINGS}
+
+
+def judge_convergence(cells: Sequence[Facts]) -> Iterator[Facts]:
     """Compare validation losses at the end with that of all-reduce on as many workers."""
-    losses = {(o.cell.workers, o.cell.way.word): o.found.curve[-1].loss for o in outcomes if o.found}
+    losses = {(c["workers"], c["strategy"]): c["curve"][-1]["loss"] for c in cells if c["status"] == "done"}
     for (workers, word), loss in losses.items():
         if word != BASE and (workers, BASE) in losses:
             mark = NEAR if word in COMPRESSED else NEAR_OUTER
             yield _verdict(f"loss of {word} x{workers}", loss / losses[workers, BASE], mark, most=True)
 
 
-def judge_link(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:
+def judge_link(outcomes: Sequence[Outcome]) -> Iterator[Facts]:
     """Compare bytes with those of all-reduce, and tokens/s with those of the same ranks without a limit."""
     found = {(o.cell.way.word, o.cell.layout, o.cell.link): o for o in outcomes if o.found}
     for (word, layout, where), outcome in found.items():
@@ -99,7 +120,7 @@ def judge_link(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:
             yield _verdict(f"speed of {name}, of that without a limit", speed, UNHINDERED)
 
 
-def _verdict(what: str, value: float, mark: float, *, most: bool = False) -> Verdict:
+def _verdict(what: str, value: float, mark: float, *, most: bool = False) -> Facts:
     holds = value <= mark if most else value >= mark
     return {"what": what, "value": round(value, 4), "mark": mark, "holds": holds}
 
@@ -110,7 +131,7 @@ def main() -> int:
     )
     parser.add_argument("part", choices=("convergence", "link"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="convergence only")
-    parser.add_argument("--steps", type=int, help="default: 1000 for convergence, 60 for link")
+    parser.add_argument("--steps", type=int, help=f"default: {DEFAULT_STEPS}")
     parser.add_argument("--every", type=int, nargs="+", help="H; default: 50 and 100, for link 100")
     parser.add_argument("--only", nargs="+", help="strategies, in the words of the tables")
     parser.add_argument("--data", type=Path, help="a dataset; default: made below --runs")
@@ -119,11 +140,11 @@ def main() -> int:
     wish = parser.parse_args()
     runs = wish.runs.absolute() / wish.part
     data = wish.data.absolute() if wish.data else make_data(wish.runs.absolute() / "data", TEXT)
+    steps = wish.steps or DEFAULT_STEPS[wish.part]
     if wish.part == "convergence":
-        cells = convergence(data, wish.workers, wish.steps or 1000, wish.every or (50, 100))
-        judge = judge_convergence
+        cells = convergence(data, wish.workers, steps, wish.every or (50, 100))
     else:
-        cells, judge = link(data, wish.steps or 60, (wish.every or [100])[0]), judge_link
+        cells = link(data, steps, (wish.every or [100])[0])
     outcomes: list[Outcome] = []
     try:
         with ended_like_ctrl_c():
@@ -134,14 +155,16 @@ def main() -> int:
         console = Console(width=None if sys.stdout.isatty() else 120)
         for table in tables(outcomes):
             console.print(table)
-        verdicts = list(judge(outcomes))
+        records = [outcome.as_record() for outcome in outcomes]
+        if wish.part == "convergence":
+            records = with_earlier(records, steps, wish.output / "gradsync_convergence.json")
+            verdicts = list(judge_convergence(records))
+        else:
+            verdicts = list(judge_link(outcomes))
         for verdict in verdicts:
             print("{holds!s:5}  {what}: {value} (mark {mark})".format(**verdict))
-        records = [outcome.as_record() for outcome in outcomes]
-        if wish.part == "convergence":  # of a thousand steps each, curves say enough
-            records = [{key: one for key, one in record.items() if key not in BY_STEP} for record in records]
-        figures = {"verdicts": verdicts, "cells": records}
-        write_record(f"gradsync_{wish.part}", {"tokens_a_step": SEQ_LEN * BATCH, **figures}, wish.output)
+        figures = {**_about(steps), "verdicts": verdicts, "cells": records}
+        write_record(f"gradsync_{wish.part}", figures, wish.output)
     return int(any(outcome.found is None for outcome in outcomes))
 
 

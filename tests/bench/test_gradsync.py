@@ -10,7 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks.gradsync import judge_convergence, judge_link
+from benchmarks.gradsync import BATCH, SEQ_LEN, SETTINGS, judge_convergence, judge_link, with_earlier
+from benchmarks.record import write_record
 from shoal.bench import cells
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
 from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables, title
@@ -231,7 +232,7 @@ def test_a_strategy_is_held_against_all_reduce_on_as_many_workers():
         Outcome(cell("diloco:every=5"), "done", found(1.0, 4.06)),
         Outcome(cell("topk"), "failed", reason="it fell over"),
     ]
-    told = {one["what"]: one for one in judge_convergence(outcomes)}
+    told = {one["what"]: one for one in judge_convergence([one.as_record() for one in outcomes])}
     assert told.pop("loss of onebit x2")["holds"]
     assert told.pop("loss of onebit x4") == {
         "what": "loss of onebit x4",
@@ -241,6 +242,22 @@ def test_a_strategy_is_held_against_all_reduce_on_as_many_workers():
     }
     assert told.pop("loss of diloco:every=5 x2")["holds"]  # within 2 %
     assert told == {}
+
+
+def test_a_record_keeps_what_an_earlier_one_has_of_as_many_steps(tmp_path):
+    def records(*outcomes):
+        return [outcome.as_record() for outcome in outcomes]
+
+    path = tmp_path / "gradsync_convergence.json"
+    first = records(
+        Outcome(cell("allreduce"), "done", found(1.0, 4.0)), Outcome(cell("topk"), "done", found(1.0, 5.0))
+    )
+    figures = {"tokens_a_step": SEQ_LEN * BATCH, "steps": 9, "settings": SETTINGS, "cells": first}
+    write_record("gradsync_convergence", figures, tmp_path)
+    again = records(Outcome(cell("topk"), "done", found(1.0, 4.2)))
+    assert next(judge_convergence(with_earlier(again, 9, path)))["value"] == 1.05
+    for steps, name in ((8, path), (9, tmp_path / "none.json")):
+        assert [one["strategy"] for one in with_earlier(again, steps, name)] == ["topk"]
 
 
 def test_a_slow_link_is_held_against_the_counted_ring_and_the_same_ranks_without_a_limit():
