@@ -37,7 +37,7 @@ SETTINGS = {
     "eval.sequences": 256,
 }
 BASE, COUNTED_BASE = "allreduce", "allreduce:algorithm=chunked_ring"
-COMPRESSED = ("onebit", "powersgd", "powersgd:rank=32", "int8", "topk")
+COMPRESSED = ("onebit", "powersgd", "powersgd:rank=32", "int8", "topk", "topk:density=0.1")
 OUTER = ("diloco", "streaming_diloco", "block_momentum")
 NEAR, NEAR_OUTER = 1.01, 1.02  # times the loss of all-reduce
 LINK = "100mbit"
@@ -45,7 +45,7 @@ FEWER_BYTES, FEWER_BYTES_OUTER = 20, 0.9  # times, and times H
 UNHINDERED = 0.9  # of the tokens/s without a limit
 SHARDED = "dp2*zero2x2"
 BY_STEP = ("step_s", "communication_s", "sync_bytes")
-DEFAULT_STEPS = {"convergence": 2000, "link": 60}
+DEFAULT_STEPS = {"convergence": 1000, "link": 60}
 
 Facts = dict[str, Any]
 
