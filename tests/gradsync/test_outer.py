@@ -43,13 +43,17 @@ def train(
     names=("blocks.0.up", "blocks.1.up"),
     rate_at=constant,
     left_out=(),
+    momentum=0.0,
 ):
-    """Let replicas descend (w - target)^2 / 2 by plain SGD; return each one's weights after each step."""
+    """Let replicas descend (w - target)^2 / 2 by SGD; return each one's weights after each step.
+
+    `momentum` is the inner one; `left_out` holds (replica, step).
+    """
     sea = make_sea(replicas)
 
     def work(replica):
         weights = parameters(**{name.replace(".", "__"): [0.5, -2.0] for name in names})
-        take = sgd_of(weights)
+        take = sgd_of(weights, momentum)
         sync = sea.sync(replica, weights, steps, settings, rate_at, lambda step: take(RATE * rate_at(step)))
         trace = []
         for step in range(sync.start(0) + 1, steps + 1):
@@ -160,7 +164,7 @@ def test_in_warm_up_replicas_take_the_step_of_their_mean_gradient_and_momentum_s
 
 def test_in_warm_up_a_replica_that_leaves_a_step_out_adds_nothing_and_follows_the_others(sea):
     settings = Sync(strategy="diloco", every=2, warmup_steps=2)
-    traces, _ = train(sea, settings, steps=3, left_out={(1, 1), (0, 2), (1, 2)})
+    traces, _ = train(sea, settings, steps=3, left_out={(1, 1), (0, 2), (1, 2)}, momentum=0.5)
     assert same(traces[:1], traces[1:])
     halfway = 0.5 - 0.25 * (0.5 - TARGETS[0]) / 2
     assert traces[0][0]["blocks.0.up"][0].item() == halfway
