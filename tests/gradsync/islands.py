@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.config.sections import Sync
+from shoal.config.sections import Optimizer, Sync
+from shoal.gradsync.after_step import Update
 from shoal.gradsync.meeting import Meeting
 from shoal.gradsync.rounds import OuterRounds
 from shoal.runtime.seat import Island
+from shoal.train.optimiser import build_optimiser, optimiser_tensors
 
 
 class Sea:
@@ -46,9 +48,9 @@ class Sea:
         steps: int,
         settings: Sync,
         rate_at: Callable[[int], float] = lambda step: 1.0,
-        update: Callable[[int], None] = lambda step: None,
+        inner: Update | None = None,
     ) -> OuterRounds:
-        """Return what the trainer has take its steps, by `update` where they are taken together."""
+        """Return what the trainer has take its steps; `inner` is needed in warm-up."""
 
         def record(step: int, **facts: Any) -> None:
             if replica == 0:
@@ -60,7 +62,7 @@ class Sea:
             settings,
             steps=steps,
             rate_at=rate_at,
-            update=update,
+            inner=inner or Update(lambda rate: None, dict),
             replicas=self.replicas,
             meeting=meeting,
             record=record,
@@ -74,15 +76,10 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
         return [future.result(60) for future in [threads.submit(work, replica) for replica in range(count)]]
 
 
-def sgd_of(weights: dict[str, nn.Parameter], momentum: float = 0.0) -> Callable[[float], None]:
-    """Return what takes a step of plain SGD at a rate."""
-    optimiser = torch.optim.SGD(weights.values(), momentum=momentum)
-
-    def take(rate: float) -> None:
-        optimiser.param_groups[0]["lr"] = rate
-        optimiser.step()
-
-    return take
+def sgd_of(weights: dict[str, nn.Parameter], momentum: float = 0.0) -> Update:
+    """Return plain SGD."""
+    optimiser = build_optimiser(weights, Optimizer(name="sgd", momentum=momentum, weight_decay=0.0))
+    return Update(optimiser.step, lambda: optimiser_tensors(weights, optimiser))
 
 
 def parameters(**values: Any) -> dict[str, nn.Parameter]:

@@ -153,8 +153,8 @@ def test_there_is_nobody_to_join_when_all_have_ended(sea):
 
 def train(there, replica, weights, steps, settings):
     """Return a replica's sync, and what takes its steps to a number, by SGD with momentum."""
-    take = sgd_of(weights, momentum=0.5)
-    sync = there.sync(replica, weights, steps, settings, update=lambda step: take(0.125))
+    inner = sgd_of(weights, momentum=0.5)
+    sync = there.sync(replica, weights, steps, settings, inner=inner)
 
     def descend(begin_at, until, pause=None):
         for step in range(begin_at + 1, until + 1):
@@ -162,7 +162,7 @@ def train(there, replica, weights, steps, settings):
                 pause(step)
             for weight in weights.values():
                 weight.grad = weight.detach() - replica
-            sync.take_step(take, 0.125)
+            sync.take_step(inner.step, 0.125)
             sync.after_step(step)
 
     return sync, descend
@@ -236,6 +236,28 @@ def test_where_nobody_trains_the_one_that_is_ahead_tells_the_others(sea):
         return step, weights["blocks.0.up"].item(), sync.tensors()["momentum.blocks.0.up"].item()
 
     assert together(2, run) == [(7, 7.0, 7.0), (7, 1.0, 7.0)]
+
+
+@pytest.mark.parametrize("flight", [None, [1, 2]])
+def test_a_longer_warm_up_than_before_begins_at_the_anchor(sea, flight):
+    """Both were stopped in the middle of a round, apart from each other."""
+    there, steps = sea(2), 8
+    settings = STREAMING.model_copy(update={"warmup_steps": 5})
+
+    def run(replica):
+        weights = parameters(blocks__0__up=[2.0 * replica], blocks__1__up=[2.0 * replica])
+        sync, descend = train(there, replica, weights, steps, settings)
+        tensors = sync.expect({"rounds": 1, "momentum": True, "fragments": 2, "flight": flight})
+        for name, tensor in tensors.items():
+            tensor.fill_(1.0 if name.startswith("anchor") else 0.25)
+        descend(sync.start(3), 4)
+        found = {name: weight.item() for name, weight in weights.items()}
+        descend(4, steps)
+        sync.close()
+        return found
+
+    mean_gradient = 1 - (0 + 1) / 2
+    assert together(2, run) == [dict.fromkeys(("blocks.0.up", "blocks.1.up"), 1 - 0.125 * mean_gradient)] * 2
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,16 @@ def test_averaging_after_every_step_of_sgd_is_plain_data_parallelism(pool, apart
 
 def test_warm_up_is_plain_data_parallelism_with_any_optimiser(pool, apart, data, tmp_path):
     """AdamW's second moments tell means of gradients from means of steps."""
-    values = tiny_config(data, optimizer={"clip": 0.0})
+    values = tiny_config(data, train={"steps": 5}, optimizer={"clip": 0.0}, runtime={"stop_after": 4})
     plain = pool.run(run_training, 2, tmp_path / "plain", values)[0]
-    steps = len(plain["losses"])
-    sync = {"strategy": "diloco", "every": 2, "warmup_steps": steps - 1}
-    first, second = apart(tmp_path / "apart", tiny_config(data, optimizer={"clip": 0.0}, sync=sync))
+    sync = {"strategy": "diloco", "every": 2, "warmup_steps": 4}
+    first, second = apart(tmp_path / "apart", values | {"sync": sync})
+    assert same_weights(first, second)
     means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
     np.testing.assert_allclose(means, plain["losses"], rtol=2e-6)
+    for name, moments in plain["moments"].items():
+        for key, moment in moments.items():
+            np.testing.assert_allclose(first["moments"][name][key], moment, rtol=1e-3, atol=1e-7)
 
 
 def test_outer_momentum_follows_the_schedule_of_the_run(apart, data, tmp_path):
@@ -79,7 +82,12 @@ def test_what_travels_is_the_model_once_in_every_round(apart, data, tmp_path, in
 
 
 @pytest.mark.parametrize(
-    "sync", [STREAMING, pytest.param({"strategy": "block_momentum", "every": 2}, marks=pytest.mark.proof)]
+    "sync",
+    [
+        STREAMING,
+        {"strategy": "diloco", "every": 2, "warmup_steps": 3},
+        pytest.param({"strategy": "block_momentum", "every": 2}, marks=pytest.mark.proof),
+    ],
 )
 def test_six_steps_are_some_and_a_restart_and_the_rest_bit_for_bit(apart, data, tmp_path, sync):
     """Streaming, the first part ends with a fragment under way, the second half a round later."""
@@ -118,8 +126,11 @@ def test_more_and_fewer_replicas_go_on_and_so_does_any_other_strategy(pool, apar
     assert same_weights(*again)
 
 
-def test_replicas_with_shards_inside_train_like_whole_ones_and_take_over_their_state(apart, data, tmp_path):
-    sync = {"strategy": "diloco", "every": 2}
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_replicas_with_shards_inside_train_like_whole_ones_and_take_over_their_state(
+    apart, data, tmp_path, warmup_steps
+):
+    sync = {"strategy": "diloco", "every": 2, "warmup_steps": warmup_steps}
     train = {"steps": 6, "micro_batch_size": 2}
     inside = {"zero": 2, "dp_shard": 2}
     whole = apart(tmp_path / "whole", tiny_config(data, train=train, sync=sync))

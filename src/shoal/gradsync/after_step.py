@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shoal.comm.transport import Traffic
+
+
+@dataclass(frozen=True)
+class Update:
+    """The run's optimiser for some weights."""
+
+    step: Callable[[float], None]  # at a learning rate
+    state: Callable[[], dict[str, Tensor]]  # by parameter name and key; made where it is not yet there
 
 
 class InStep:

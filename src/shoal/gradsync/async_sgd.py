@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from shoal.comm.transport import Transport
 from shoal.errors import ShoalError
-from shoal.gradsync.after_step import InStep
+from shoal.gradsync.after_step import InStep, Update
 from shoal.gradsync.owners import share_out
 from shoal.runtime.ring import mark
 
@@ -61,14 +61,6 @@ class Pace:
     def needed(self, step: int) -> int:
         """Return the step of which all gradients are needed after this one."""
         return step if self.is_common(step) else step - self.staleness
-
-
-@dataclass(frozen=True)
-class Update:
-    """The run's optimiser for some weights."""
-
-    step: Callable[[float], None]  # at a learning rate
-    state: Callable[[], dict[str, Tensor]]  # by parameter name and key; made where it is not yet there
 
 
 class Others(Protocol):

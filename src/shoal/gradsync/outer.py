@@ -62,9 +62,6 @@ class OuterSgd:
         anchor.sub_(gradient, alpha=self.lr * unit)
 
 
-AVERAGING = OuterSgd(1.0)
-
-
 def outer_sgd(sync: Sync, replicas: int) -> OuterSgd:
     """Return what a strategy does, for as many replicas as the run is meant to have."""
     nesterov = sync.strategy in _NESTEROV

@@ -6,8 +6,9 @@ in a thread, whether the replica waits for it at once or trains on meanwhile.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from shoal.comm.transport import Transport
 from shoal.config.sections import Sync
 from shoal.gradsync.after_backward import local_gradient
-from shoal.gradsync.after_step import InStep
+from shoal.gradsync.after_step import InStep, Update
 from shoal.gradsync.codecs import Codec, Int8, Plain
 from shoal.gradsync.meeting import Meeting, Place, Record
-from shoal.gradsync.outer import AVERAGING, average, due, fragments_of, mix, outer_sgd, pack, travel, unpack
+from shoal.gradsync.outer import average, due, fragments_of, mix, outer_sgd, pack, travel, unpack
 from shoal.parallel.tensor import local
 from shoal.runtime.files import append_json
 from shoal.runtime.log import log
@@ -64,7 +65,7 @@ class OuterRounds(InStep):
         *,
         steps: int,
         rate_at: Callable[[int], float],
-        update: Callable[[int], None],
+        inner: Update,
         replicas: int,
         meeting: Meeting | None,
         record: Callable[..., None],
@@ -72,9 +73,8 @@ class OuterRounds(InStep):
     ) -> None:
         """Take this rank's weights; `meeting` is None where there is one replica.
 
-        `rate_at` gives the inner learning rate of a step as a share of its peak, and `update` takes the inner
-        optimiser's step. `record` takes a step and facts about an exchange; `incidents` is None on all ranks
-        but one.
+        `rate_at` gives the inner learning rate of a step as a share of its peak. `record` takes a step and
+        facts about an exchange; `incidents` is None on all ranks but one.
         """
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
@@ -85,8 +85,8 @@ class OuterRounds(InStep):
         self._weights, self._steps = weights, steps
         self._every, self._warmup_steps = sync.every, sync.warmup_steps
         self._rate_at = rate_at if sync.momentum_follows_lr else None
-        self._update = update
-        self._done, self._has_gradient = 0, False  # the last step; of the one under way
+        self._inner = inner
+        self._done, self._rate = 0, math.nan  # the last step; the rate of this one, nan if it is left out
         self._replicas, self._meeting = replicas, meeting
         self.traffic = meeting.traffic if meeting else None
         self._record, self._incidents = record, incidents
@@ -108,14 +108,16 @@ class OuterRounds(InStep):
             self._momenta = {}
         elif not self._momenta:
             self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        if step < self._warmup_steps:  # a longer one than before may find a round half done
+            self._take_anchors()
         if self._flight is not None:
             incoming = [local(tensor) for tensor in self._incoming.values()]
-            self._flight.mean.set_result(pack(incoming, self._codec_of(self._flight.since)))
+            self._flight.mean.set_result(pack(incoming, self._codec))
         self._done = step
         if self._meeting is None:
             return step
         flight = (self._flight.fragment, self._flight.since) if self._flight else None
-        place = Place(self._rounds, step, flight, self._digest())
+        place = Place(self._rounds, step, flight, self._digest(step))
         record = self._meeting.enter(place, self._take_over)
         if len(self._taken):
             self._present = set(record.present)
@@ -128,7 +130,7 @@ class OuterRounds(InStep):
     def take_step(self, step: Callable[[float], None], rate: float) -> None:
         """Take a step; in warm-up `after_step` does, when the mean of all gradients is here."""
         if self._done < self._warmup_steps:
-            self._has_gradient = True
+            self._rate = rate
         else:
             step(rate)
 
@@ -185,28 +187,24 @@ class OuterRounds(InStep):
         }
 
     def _due(self, step: int) -> list[int]:
-        """Return what is exchanged after a step, in its order.
+        """Return what is exchanged after a step, in its order."""
+        if step <= self._warmup_steps:
+            return [_WHOLE]
+        return due(step, self._every, len(self._fragments), all_now=step == self._steps)
 
-        At the end of warm-up all is averaged once: weights are the same, but for those of one that joined
-        with other moments.
-        """
-        found = [_WHOLE] if step <= self._warmup_steps else []
-        if step >= self._warmup_steps:
-            found += due(step, self._every, len(self._fragments), all_now=self._agree_on_all(step))
-        return found
+    def _like(self, fragment: int) -> list[Tensor]:
+        """Return tensors of the shapes that travel for a fragment; for a step two numbers come first."""
+        if fragment == _WHOLE:
+            anchors = list(map(local, self._anchors.values()))
+            return [anchors[0].new_empty(2), *anchors]
+        return [local(self._anchors[name]) for name in self._fragments[fragment]]
 
-    def _agree_on_all(self, step: int) -> bool:
-        return step <= self._warmup_steps or step == self._steps
-
-    def _names(self, fragment: int) -> list[str]:
-        return list(self._weights) if fragment == _WHOLE else self._fragments[fragment]
-
-    def _codec_of(self, since: int) -> Codec:
-        return self._exact if since <= self._warmup_steps else self._codec
+    def _codec_of(self, fragment: int) -> Codec:
+        return self._exact if fragment == _WHOLE else self._codec
 
     def _lands(self, since: int, step: int) -> bool:
-        """Say whether what left after step `since` has its outer step after this one."""
-        return step >= since + self._overlap or self._agree_on_all(step)
+        """Say whether what left after step `since` is waited for after this one."""
+        return step >= since + self._overlap or step <= self._warmup_steps or step == self._steps
 
     def _exchange(self, step: int, fragments: list[int]) -> None:
         for fragment in fragments:
@@ -215,23 +213,28 @@ class OuterRounds(InStep):
                 self._land(step)
 
     def _take_off(self, fragment: int, step: int) -> None:
-        """Begin to exchange how far this replica has moved from the anchor, or where it wants to go."""
+        """Begin to exchange how far this replica has moved from the anchor, or the gradient of a step."""
         if fragment == _WHOLE:
-            moved = self._gradients()
+            moved = self._wish()
         else:
             names = self._fragments[fragment]
-            if step == self._warmup_steps:  # one that joined has its own anchors: the mean is of weights
-                torch._foreach_zero_([local(self._anchors[name]) for name in names])
             moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
-        flat, place = pack(moved, self._codec_of(step)), Place(self._rounds, step, (fragment, step))
+        flat, place = pack(moved, self._codec_of(fragment)), Place(self._rounds, step, (fragment, step))
         self._flight = Flight(fragment, step, in_thread(lambda: self._mean(flat, place)))
 
+    def _wish(self) -> list[Tensor]:
+        """Return 1 and the learning rate, and gradients; zeros where this replica leaves the step out."""
+        gradients = self._gradients()
+        wish = [gradients[0].new_tensor([1.0, self._rate]), *gradients]
+        if math.isnan(self._rate):
+            torch._foreach_zero_(wish)
+        self._rate = math.nan
+        return wish
+
     def _gradients(self) -> list[Tensor]:
-        """Return this replica's gradients; zeros where it leaves the step out, or is only about to join."""
         for weight in self._weights.values():
-            if weight.grad is None or not self._has_gradient:
+            if weight.grad is None:  # of one that joins
                 weight.grad = torch.zeros_like(weight)
-        self._has_gradient = False
         return [local_gradient(weight) for weight in self._weights.values()]
 
     def _mean(self, flat: Tensor, place: Place) -> Tensor:
@@ -249,7 +252,8 @@ class OuterRounds(InStep):
         if transport is None:
             return flat
         if transport.rank < len(record.members):
-            codec = self._codec_of(record.place.step)
+            fragment, _ = record.place.flight or (_WHOLE, 0)
+            codec = self._codec_of(fragment)
             flat = average(transport.group(range(len(record.members))), flat, codec)
         self._tell(record, transport, flat)
         return flat
@@ -257,7 +261,8 @@ class OuterRounds(InStep):
     def _tell(self, record: Record, transport: Transport, incoming: Tensor) -> None:
         """Have the first member send all it knows to those who join."""
         for joiner in range(len(record.members), transport.size) if transport.rank == 0 else ():
-            transport.send(torch.cat([*self._known(), incoming]), joiner)
+            known = [tensor.flatten().cpu() for tensor in self._known(record.place.step)]
+            transport.send(torch.cat([*known, incoming]), joiner)
 
     def _take_over(self, record: Record, transport: Transport | None) -> None:
         """Exchange at the beginning, or as one who joins."""
@@ -265,23 +270,23 @@ class OuterRounds(InStep):
         if transport.rank < len(record.members):
             self._tell(record, transport, self._flight.wait() if self._flight else torch.empty(0))
             return
-        fragment, since = record.place.flight or (None, 0)
-        names = self._names(fragment) if fragment is not None else []
-        incoming = pack([local(self._anchors[name]) for name in names], self._codec_of(since))
-        self._taken = torch.cat([*self._known(), incoming])
+        known = [tensor.flatten().cpu() for tensor in self._known(record.place.step)]
+        if record.place.flight:
+            fragment, _ = record.place.flight
+            known.append(pack(self._like(fragment), self._codec_of(fragment)))
+        self._taken = torch.cat(known)
         transport.recv(self._taken, 0)
 
     def _join(self, place: Place) -> int:
         """Become what the others are: their anchor and momentum, the anchor as weights."""
-        known = [local(tensor) for named in (self._anchors, self._momenta) for tensor in named.values()]
+        known = self._known(place.step)
         parts = self._taken.split(
             [*(t.numel() for t in known), len(self._taken) - sum(t.numel() for t in known)]
         )
         for tensor, part in zip(known, parts, strict=False):
             tensor.copy_(part.view_as(tensor))
-        for name, weight in self._weights.items():
-            local(weight).copy_(local(self._anchors[name]))
-        self._taken, self._rounds, self._flight = torch.empty(0), place.rounds, None
+        self._take_anchors()
+        self._taken, self._rounds = torch.empty(0), place.rounds
         log.info(f"joined the other replicas at step {place.step}: weights and momentum are theirs")
         if place.flight:
             fragment, since = place.flight
@@ -297,32 +302,32 @@ class OuterRounds(InStep):
         """Take the step for which the mean under way was meant."""
         assert self._flight is not None, step
         flight = self._flight
-        anchors = [local(self._anchors[name]) for name in self._names(flight.fragment)]
-        mean = unpack(flight.wait(), anchors, self._codec_of(flight.since))
+        mean = unpack(flight.wait(), self._like(flight.fragment), self._codec_of(flight.fragment))
         if flight.fragment == _WHOLE:
-            self._step_together(step, mean)
+            self._step_together(*mean)
         else:
             self._outer_step(flight, step, mean)
         self._rounds += 1
         self._flight = None
         self._record(step, round=self._rounds, **self._facts)
 
-    def _step_together(self, step: int, gradients: list[Tensor]) -> None:
-        """Take the inner step of warm-up; where nobody has a gradient, none."""
-        if any(gradient.any() for gradient in gradients):
+    def _step_together(self, wishes: Tensor, *gradients: Tensor) -> None:
+        """Take the step of those replicas that wish for one, if any does."""
+        share, rate = wishes.tolist()
+        if share:
             torch._foreach_copy_(self._gradients(), gradients)
-            self._update(step)
+            torch._foreach_div_(self._gradients(), share)
+            self._inner.step(rate / share)
         for name, weight in self._weights.items():
             local(self._anchors[name]).copy_(local(weight))
 
     def _outer_step(self, flight: Flight, step: int, gradients: list[Tensor]) -> None:
         """Move the anchor of a fragment, and take the outcome into the weights."""
-        sgd = AVERAGING if step <= self._warmup_steps else self._sgd
         moved = self._travel(flight)
         for name, gradient in zip(self._fragments[flight.fragment], gradients, strict=True):
             anchor = local(self._anchors[name])
-            momentum = local(self._momenta[name]) if sgd.momentum else None
-            sgd.step(anchor, momentum, gradient, moved)
+            momentum = local(self._momenta[name]) if self._sgd.momentum else None
+            self._sgd.step(anchor, momentum, gradient, moved)
             mix(local(self._weights[name]), anchor, step - flight.since)
 
     def _travel(self, flight: Flight) -> float:
@@ -331,26 +336,31 @@ class OuterRounds(InStep):
         offset = flight.fragment * self._every // len(self._fragments)
         return travel(self._rate_at, flight.since, self._every, offset, self._warmup_steps)
 
-    def _known(self) -> Iterator[Tensor]:
-        for named in (self._anchors, self._momenta):
-            for tensor in named.values():
-                yield local(tensor).flatten().cpu()
+    def _take_anchors(self) -> None:
+        for name, weight in self._weights.items():
+            local(weight).copy_(local(self._anchors[name]))
+        self._flight = None
 
-    def _digest(self) -> str:
+    def _known(self, step: int) -> list[Tensor]:
+        """Return all that is the same on all replicas after a step: in warm-up the inner moments, too."""
+        moments = self._inner.state() if step <= self._warmup_steps else {}
+        return [local(t) for named in (self._anchors, self._momenta, moments) for t in named.values()]
+
+    def _digest(self, step: int) -> str:
         """Return the digest of all this rank would tell one who joins."""
         digest = xxhash.xxh3_128()
-        for tensor in (*self._known(), *([self._flight.wait()] if self._flight else [])):
-            digest.update(tensor.view(torch.uint8).numpy().data)
+        for tensor in (*self._known(step), *([self._flight.wait()] if self._flight else [])):
+            digest.update(tensor.flatten().cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _arriving(self) -> dict[str, Tensor]:
         """Return the mean outer gradient of the fragment under way, by parameter, when it is there."""
         if self._flight is None:
             return {}
-        names = self._names(self._flight.fragment)
+        names = self._fragments[self._flight.fragment]
         arriving = {name: torch.empty_like(self._anchors[name]) for name in names}
-        into, codec = [local(tensor) for tensor in arriving.values()], self._codec_of(self._flight.since)
-        for tensor, part in zip(into, unpack(self._flight.wait(), into, codec), strict=True):
+        into = [local(tensor) for tensor in arriving.values()]
+        for tensor, part in zip(into, unpack(self._flight.wait(), into, self._codec), strict=True):
             tensor.copy_(part)
         return arriving
 

@@ -15,8 +15,8 @@ from shoal.config.load import to_toml
 from shoal.config.sections import Config, Runtime
 from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError
-from shoal.gradsync.after_step import InStep
-from shoal.gradsync.async_sgd import AsyncSgd, Pace, Update
+from shoal.gradsync.after_step import InStep, Update
+from shoal.gradsync.async_sgd import AsyncSgd, Pace
 from shoal.gradsync.held_back import HeldBack
 from shoal.gradsync.meeting import Meeting
 from shoal.gradsync.rounds import OuterRounds
@@ -154,7 +154,7 @@ def _make_sync(
         config.sync,
         steps=config.train.steps,
         rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
-        update=lambda step: optimiser.step(learning_rate(config, step)),
+        inner=Update(optimiser.step, lambda: optimiser_tensors(model.named_weights(), optimiser)),
         replicas=layout.replicas,
         meeting=meeting,
         record=metrics.record_round,
