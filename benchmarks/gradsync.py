@@ -24,6 +24,7 @@ from benchmarks.record import RECORDS, write_record
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
 from shoal.bench.gradsync import HOSTS, LOCAL, ended_like_ctrl_c, make_data, measure, tables
 from shoal.bench.record import describe
+from shoal.data.dataset import open_dataset
 
 TEXT = ("stdlib", "--vocab-size", "4096", "--split", "95,5,0")
 SEQ_LEN, BATCH = 128, 16
@@ -73,23 +74,22 @@ def _network(data: Path, save_every: int, dtype: str) -> Network:
     return Network("gpt-3.5m", "tiny", data, BATCH, {name: str(value) for name, value in settings.items()})
 
 
-def with_earlier(cells: Sequence[Facts], steps: int, path: Path) -> list[Facts]:
-    """Return cells, and those of an earlier record of as many steps on such a machine. Curves say enough."""
+def with_earlier(cells: Sequence[Facts], about: Facts, path: Path) -> list[Facts]:
+    """Return cells, and those of an earlier record that differ in nothing `about` says. Curves say enough."""
     found: dict[tuple[int, str], Facts] = {}
-    now = {**describe(path.stem), **_about(steps)}
+    now = {**describe(path.stem), **about}
     if path.exists():
         earlier = json.loads(path.read_text())
-        if all(earlier.get(key) == now[key] for key in ("machine", *_about(steps))):
+        if other := [key for key in ("machine", "versions", *about) if earlier.get(key) != now[key]]:
+            print(f"{path}: another {', '.join(other)}: its {len(earlier['cells'])} trainings are left out")
+        else:
             found = {(cell["workers"], cell["strategy"]): cell for cell in earlier["cells"]}
     for cell in cells:
         trimmed = {key: value for key, value in cell.items() if key not in BY_STEP}
-        found[cell["workers"], cell["strategy"]] = trimmed
+        place = cell["workers"], cell["strategy"]
+        if cell["status"] == "done" or found.get(place, {}).get("status") != "done":
+            found[place] = {"date": now["date"], **trimmed}
     return list(found.values())
-
-
-def _about(steps: int) -> Facts:
-    """Return what is the same for all cells of a record."""
-    return {"tokens_a_step": SEQ_LEN * BATCH, "steps": steps, "settings": SETTINGS}
 
 
 def judge_convergence(cells: Sequence[Facts]) -> Iterator[Facts]:
@@ -156,15 +156,17 @@ def main() -> int:
         for table in tables(outcomes):
             console.print(table)
         records = [outcome.as_record() for outcome in outcomes]
+        about: Facts = {"tokens_a_step": SEQ_LEN * BATCH}
         if wish.part == "convergence":
-            records = with_earlier(records, steps, wish.output / "gradsync_convergence.json")
+            about |= {"steps": steps, "settings": SETTINGS, "data": open_dataset(data).fingerprint}
+            records = with_earlier(records, about, wish.output / "gradsync_convergence.json")
             verdicts = list(judge_convergence(records))
         else:
             verdicts = list(judge_link(outcomes))
         for verdict in verdicts:
             print("{holds!s:5}  {what}: {value} (mark {mark})".format(**verdict))
-        figures = {**_about(steps), "verdicts": verdicts, "cells": records}
-        write_record(f"gradsync_{wish.part}", figures, wish.output)
+        figures = {"verdicts": verdicts, "cells": records}
+        write_record(f"gradsync_{wish.part}", {**about, **figures}, wish.output)
     return int(any(outcome.found is None for outcome in outcomes))
 
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks.gradsync import BATCH, SEQ_LEN, SETTINGS, judge_convergence, judge_link, with_earlier
+from benchmarks.gradsync import judge_convergence, judge_link, with_earlier
 from benchmarks.record import write_record
 from shoal.bench import cells
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
@@ -244,7 +244,7 @@ def test_a_strategy_is_held_against_all_reduce_on_as_many_workers():
     assert told == {}
 
 
-def test_a_record_keeps_what_an_earlier_one_has_of_as_many_steps(tmp_path):
+def test_a_record_keeps_what_a_comparable_one_has(tmp_path, capsys):
     def records(*outcomes):
         return [outcome.as_record() for outcome in outcomes]
 
@@ -252,12 +252,17 @@ def test_a_record_keeps_what_an_earlier_one_has_of_as_many_steps(tmp_path):
     first = records(
         Outcome(cell("allreduce"), "done", found(1.0, 4.0)), Outcome(cell("topk"), "done", found(1.0, 5.0))
     )
-    figures = {"tokens_a_step": SEQ_LEN * BATCH, "steps": 9, "settings": SETTINGS, "cells": first}
-    write_record("gradsync_convergence", figures, tmp_path)
+    about = {"steps": 9, "settings": {"optimizer.lr": 2e-3}}
+    write_record("gradsync_convergence", {**about, "cells": first}, tmp_path)
     again = records(Outcome(cell("topk"), "done", found(1.0, 4.2)))
-    assert next(judge_convergence(with_earlier(again, 9, path)))["value"] == 1.05
-    for steps, name in ((8, path), (9, tmp_path / "none.json")):
-        assert [one["strategy"] for one in with_earlier(again, steps, name)] == ["topk"]
+    kept = with_earlier(again, about, path)
+    assert next(judge_convergence(kept))["value"] == 1.05
+    assert all(len(one["date"]) == len("2026-01-01") for one in kept if one["strategy"] == "topk")
+    lost = records(Outcome(cell("topk"), "failed", reason="it fell over"))
+    assert next(judge_convergence(with_earlier(lost, about, path)))["value"] == 1.25
+    assert [one["strategy"] for one in with_earlier(again, about, tmp_path / "none.json")] == ["topk"]
+    assert [one["strategy"] for one in with_earlier(again, {**about, "steps": 8}, path)] == ["topk"]
+    assert "another steps: its 2 trainings are left out" in capsys.readouterr().out
 
 
 def test_a_slow_link_is_held_against_the_counted_ring_and_the_same_ranks_without_a_limit():

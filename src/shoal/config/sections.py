@@ -232,8 +232,8 @@ class Sync(Section):
     )
     """allreduce: who sums, the back end or one of shoal's algorithms."""
     warmup_steps: NonNegativeInt = 0
-    """onebit, topk, powersgd, model_averaging to streaming_diloco: first steps that sum gradients as they
-    are, such as a tenth of all."""
+    """onebit, topk, powersgd, model_averaging to streaming_diloco: first steps by gradients of all replicas
+    as they are, such as a tenth of all steps."""
     block: PositiveInt = 64
     """int8, onebit, and with sync.int8: values that share a scale."""
     feedback: float = Field(default=0.1, gt=0.0, le=1.0)

@@ -22,8 +22,8 @@ and is multiplied by the travel of the round that uses it, as torch's SGD does w
 constant rate this is the recursion of the papers; without sync.momentum_follows_lr it always is.
 
 Weights that are still far from any minimum do not average well. So first steps may be a warm-up, in which
-replicas sum gradients (as in Lin and others, post-local SGD, 2020): the inner optimiser's moments are those
-of the whole batch then. At its end weights are averaged once.
+replicas take the step of their mean gradient (as in Lin and others, post-local SGD, 2020), and the inner
+optimiser's moments are those of the whole batch.
 """
 
 from __future__ import annotations
