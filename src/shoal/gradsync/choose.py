@@ -49,9 +49,9 @@ def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Metho
         case "onebit":
             return TwoPhase(OneBit(sync.block, sync.feedback))
         case "topk":
-            return TopK(sync.density)
+            return TopK(sync.density, sync.feedback)
         case "powersgd":
-            return PowerSGD(sync.rank, parts)
+            return PowerSGD(sync.rank, parts, sync.feedback)
     raise AssertionError(f"{sync.strategy} is no exchange of gradients")
 
 

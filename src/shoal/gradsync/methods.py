@@ -122,10 +122,10 @@ class TopK(Method):
     compression" (2018), without its corrections for momentum, which Adam's is not.
     """
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float, feedback: float = 1.0) -> None:
         """Let `density` of the values travel, at least one a bucket."""
         super().__init__()
-        self._density = density
+        self._density, self.feedback = density, feedback
 
     def add_up(self, transport: Transport, bucket: Bucket) -> Tensor:
         flat = bucket.flat
@@ -155,9 +155,10 @@ class PowerSGD(Method):
     optimization" (2019), algorithm 1 with a warm start.
     """
 
-    def __init__(self, rank: int, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, rank: int, parameters: dict[str, Tensor], feedback: float = 1.0) -> None:
         """Draw the first Q of each matrix, a tensor of all dims but the first as columns, by its name."""
         super().__init__()
+        self.feedback = feedback
         tall = {name: tensor.flatten(1) for name, tensor in parameters.items() if tensor.ndim > 1}
         first = {
             f"q.{name}": _draw(name, matrix, rank)
