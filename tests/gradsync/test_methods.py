@@ -21,7 +21,6 @@ METHODS = {
     "topk": lambda views: TopK(0.01),
     "topk, an eighth": lambda views: TopK(0.01, feedback=0.125),
     "powersgd": lambda views: PowerSGD(2, views),
-    "powersgd, an eighth": lambda views: PowerSGD(2, views, feedback=0.125),
 }
 FEEDBACK = [name for name in METHODS if name not in ("exact", "bf16")]
 
@@ -65,11 +64,11 @@ def test_all_ranks_have_the_same_bits_and_nothing_is_lost(method, size):
             continue
         kept = sum(lost for _, lost, _ in ranks) if method in FEEDBACK else 0
         error = (ranks[0][0] + kept - sum(flats)).abs().max()
-        assert error <= (rounding if dtype == torch.float32 or "powersgd" in method else 0)
+        assert error <= (rounding if dtype == torch.float32 or method == "powersgd" else 0)
 
 
 @pytest.mark.parametrize("numel", [1, 5, 64, 65, 200])
-@pytest.mark.parametrize("method", [name for name in METHODS if "powersgd" not in name])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "powersgd"])
 def test_a_bucket_may_have_any_length(method, numel):
     flats = gradients(3, numel)
     ranks = added_up(METHODS[method], flats, {"a": (numel,)})

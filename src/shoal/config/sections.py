@@ -237,8 +237,8 @@ class Sync(Section):
     block: PositiveInt = 64
     """int8, onebit, and with sync.int8: values that share a scale."""
     feedback: float = Field(default=0.1, gt=0.0, le=1.0)
-    """onebit, topk, powersgd: share of all that is held back which joins the next gradient; with 1, as in the
-    literature, much of a gradient comes a step or more too late."""
+    """onebit, topk: share of all that is held back which joins the next gradient; with 1, as in the
+    literature, much of a gradient comes too late, and all at once."""
     density: float = Field(default=0.05, gt=0.0, le=1.0)
     """topk: share of the gradient's values that travel."""
     rank: PositiveInt = 4

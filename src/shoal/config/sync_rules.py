@@ -38,7 +38,7 @@ STRATEGIES = {
     "int8": Strategy("exchange", False, ("block",)),
     "onebit": Strategy("exchange", False, ("block", "feedback", "warmup_steps")),
     "topk": Strategy("exchange", False, ("density", "feedback", "warmup_steps")),
-    "powersgd": Strategy("exchange", False, ("rank", "feedback", "warmup_steps")),
+    "powersgd": Strategy("exchange", False, ("rank", "warmup_steps")),
     "central_serial": Strategy("owner", True),
     "central_parallel": Strategy("owner", True),
     "device_sharded": Strategy("owner", True),

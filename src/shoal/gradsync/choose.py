@@ -51,7 +51,7 @@ def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Metho
         case "topk":
             return TopK(sync.density, sync.feedback)
         case "powersgd":
-            return PowerSGD(sync.rank, parts, sync.feedback)
+            return PowerSGD(sync.rank, parts)
     raise AssertionError(f"{sync.strategy} is no exchange of gradients")
 
 

@@ -155,10 +155,9 @@ class PowerSGD(Method):
     optimization" (2019), algorithm 1 with a warm start.
     """
 
-    def __init__(self, rank: int, parameters: dict[str, Tensor], feedback: float = 1.0) -> None:
+    def __init__(self, rank: int, parameters: dict[str, Tensor]) -> None:
         """Draw the first Q of each matrix, a tensor of all dims but the first as columns, by its name."""
         super().__init__()
-        self.feedback = feedback
         tall = {name: tensor.flatten(1) for name, tensor in parameters.items() if tensor.ndim > 1}
         first = {
             f"q.{name}": _draw(name, matrix, rank)
