@@ -5,6 +5,7 @@ import torch
 
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.sections import Sync
+from shoal.gradsync.choose import method_of
 from shoal.gradsync.codecs import Bf16, Int8, OneBit
 from shoal.gradsync.exchange import Bucket
 from shoal.gradsync.methods import Exact, PowerSGD, TopK, TwoPhase, shares_of
@@ -23,6 +24,12 @@ METHODS = {
     "powersgd": lambda views: PowerSGD(2, views),
 }
 FEEDBACK = [name for name in METHODS if name not in ("exact", "bf16")]
+
+
+@pytest.mark.parametrize(("strategy", "reads"), [("onebit", True), ("topk", True), ("powersgd", False)])
+def test_the_setting_says_how_much_of_what_is_held_back_joins_the_next_gradient(strategy, reads):
+    method = method_of(Sync(strategy=strategy, feedback=0.25), {"a": torch.zeros(64, 40)}, torch.float32)
+    assert method.feedback == (0.25 if reads else 1.0)
 
 
 def bucket_of(flat, shapes=SHAPES):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,8 +219,9 @@ class OuterRounds(InStep):
         else:
             names = self._fragments[fragment]
             moved = [local(self._anchors[name]) - local(self._weights[name]) for name in names]
-        flat, place = pack(moved, self._codec_of(fragment)), Place(self._rounds, step, (fragment, step))
-        self._flight = Flight(fragment, step, in_thread(lambda: self._mean(flat, place)))
+        codec, place = self._codec_of(fragment), Place(self._rounds, step, (fragment, step))
+        flat = pack(moved, codec)
+        self._flight = Flight(fragment, step, in_thread(lambda: self._mean(flat, codec, place)))
 
     def _wish(self) -> list[Tensor]:
         """Return 1 and the learning rate, and gradients; zeros where this replica leaves the step out."""
@@ -237,23 +238,21 @@ class OuterRounds(InStep):
                 weight.grad = torch.zeros_like(weight)
         return [local_gradient(weight) for weight in self._weights.values()]
 
-    def _mean(self, flat: Tensor, place: Place) -> Tensor:
+    def _mean(self, flat: Tensor, codec: Codec, place: Place) -> Tensor:
         """Return the mean over the replicas that come. Runs in a thread. Collective over the replicas."""
         if self._meeting is None:
             return flat
         sent = self._meeting.traffic.num_bytes
-        record, mean = self._meeting.agree(place, lambda *there: self._with_others(flat, *there))
+        record, mean = self._meeting.agree(place, lambda *there: self._with_others(flat, codec, *there))
         self._notice(record, place.step)
         sent = self._meeting.traffic.num_bytes - sent
         self._facts = {"replicas": len(record.members), "sent_bytes": sent}
         return mean
 
-    def _with_others(self, flat: Tensor, record: Record, transport: Transport | None) -> Tensor:
+    def _with_others(self, flat: Tensor, codec: Codec, record: Record, transport: Transport | None) -> Tensor:
         if transport is None:
             return flat
         if transport.rank < len(record.members):
-            fragment, _ = record.place.flight or (_WHOLE, 0)
-            codec = self._codec_of(fragment)
             flat = average(transport.group(range(len(record.members))), flat, codec)
         self._tell(record, transport, flat)
         return flat
@@ -261,8 +260,7 @@ class OuterRounds(InStep):
     def _tell(self, record: Record, transport: Transport, incoming: Tensor) -> None:
         """Have the first member send all it knows to those who join."""
         for joiner in range(len(record.members), transport.size) if transport.rank == 0 else ():
-            known = [tensor.flatten().cpu() for tensor in self._known(record.place.step)]
-            transport.send(torch.cat([*known, incoming]), joiner)
+            transport.send(torch.cat([*_on_host(self._known(record.place.step)), incoming]), joiner)
 
     def _take_over(self, record: Record, transport: Transport | None) -> None:
         """Exchange at the beginning, or as one who joins."""
@@ -270,11 +268,11 @@ class OuterRounds(InStep):
         if transport.rank < len(record.members):
             self._tell(record, transport, self._flight.wait() if self._flight else torch.empty(0))
             return
-        known = [tensor.flatten().cpu() for tensor in self._known(record.place.step)]
+        taken = [*_on_host(self._known(record.place.step))]
         if record.place.flight:
             fragment, _ = record.place.flight
-            known.append(pack(self._like(fragment), self._codec_of(fragment)))
-        self._taken = torch.cat(known)
+            taken.append(pack(self._like(fragment), self._codec_of(fragment)))
+        self._taken = torch.cat(taken)
         transport.recv(self._taken, 0)
 
     def _join(self, place: Place) -> int:
@@ -349,8 +347,8 @@ class OuterRounds(InStep):
     def _digest(self, step: int) -> str:
         """Return the digest of all this rank would tell one who joins."""
         digest = xxhash.xxh3_128()
-        for tensor in (*self._known(step), *([self._flight.wait()] if self._flight else [])):
-            digest.update(tensor.flatten().cpu().view(torch.uint8).numpy().data)
+        for tensor in _on_host([*self._known(step), *([self._flight.wait()] if self._flight else [])]):
+            digest.update(tensor.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _arriving(self) -> dict[str, Tensor]:
@@ -377,6 +375,10 @@ class OuterRounds(InStep):
         log.warning(f"step {step}: {sentence}")
         if self._incidents is not None:
             append_json(self._incidents, {"step": step, "kind": sentence, "action": "go"})
+
+
+def _on_host(tensors: list[Tensor]) -> Iterator[Tensor]:
+    return (tensor.flatten().cpu() for tensor in tensors)
 
 
 def in_thread(work: Callable[[], Tensor]) -> Future[Tensor]:
