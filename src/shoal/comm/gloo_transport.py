@@ -15,10 +15,12 @@ _SEGMENT_BYTES = 8 << 20  # of a tensor, each with the time limit of a transfer:
 
 
 class GlooTransport(Transport):
-    """Point-to-point operations of a gloo group that torch.distributed keeps no record of.
+    """Point-to-point operations of gloo groups that torch.distributed keeps no record of.
 
-    Whoever drops it may make another with others. Options and devices of ProcessGroupGloo are private names
-    of torch, seen on 2.11 to 2.13.
+    There are two, so that tensors to higher ranks have other connections than those to lower ones: gloo sends
+    nothing before the receiver has announced itself, and an announcement would wait behind what travels
+    its way. Whoever drops the transport may make another with others. Options and devices of
+    ProcessGroupGloo are private names of torch, seen on 2.11 to 2.13.
     """
 
     def __init__(
@@ -41,12 +43,20 @@ class GlooTransport(Transport):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=meet_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
-        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        self._groups: list[Any] = []  # to lower ranks, to higher ones
+        for way in ("down", "up"):
+            group = dist.ProcessGroupGloo(dist.PrefixStore(way, store), rank, size, options)
+            group._set_default_timeout(timedelta(seconds=timeout_s))
+            self._groups.append(group)
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
-        arriving = [self._group.recv([part], source, 0) for part, source in _segments(receives)]
-        return [*arriving, *(self._group.send([part], to, 0) for part, to in _segments(sends))]
+        arriving = [
+            self._groups[self.rank > source].recv([part], source, 0) for part, source in _segments(receives)
+        ]
+        return [
+            *arriving,
+            *(self._groups[to > self.rank].send([part], to, 0) for part, to in _segments(sends)),
+        ]
 
 
 def _segments(transfers: list[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
