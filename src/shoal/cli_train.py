@@ -13,7 +13,7 @@ from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
-from shoal.errors import InputError
+from shoal.errors import ConfigError, InputError
 
 
 def train(
@@ -219,12 +219,12 @@ def _begin(
 
     if (island := read_island()) is not None:
         return _be_island(request.on(island))
-    if read_seat() is not None:
-        return _join(request, nproc, hosts[0])
+    if (seat := read_seat()) is not None:
+        return _join(request, nproc, hosts[0], seat.world_size)
     return _start(request, nproc, max_restarts, several_hosts(*hosts))
 
 
-def _join(request: Any, nproc: int | None, nnodes: int) -> int:
+def _join(request: Any, nproc: int | None, nnodes: int, world_size: int) -> int:
     """Train as one of the ranks that our launcher, torchrun or srun has started."""
     from shoal.runtime.launch import launched_by_us
 
@@ -233,6 +233,13 @@ def _join(request: Any, nproc: int | None, nnodes: int) -> int:
         raise InputError(
             f"{given}: torchrun or srun has started the ranks already",
             hint="leave --nproc, --nnodes and --rdzv out",
+        )
+    layout = request.resolve_layout(world_size)
+    if strategy_of(request.config).apart and layout.replicas > 1:
+        raise ConfigError(
+            f"sync.strategy = {request.config.sync.strategy} under {layout}: each replica is a world of its "
+            f"own, and these {layout.world_size} processes were started as one",
+            hint="start them with `shoal train --nproc N`, without torchrun, mpirun or srun",
         )
     from shoal.train.worker import run
 

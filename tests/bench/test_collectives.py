@@ -11,6 +11,8 @@ from shoal.bench import collectives
 from shoal.bench.collectives import Ask, Row, measure
 from shoal.bench.ranks import _hosts, on_ranks
 from shoal.bench.sizes import in_words, parse_bytes
+from shoal.comm.all_reduce import ALGORITHMS
+from shoal.comm.cost import Cost
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.sections import Runtime
 from shoal.errors import InputError
@@ -38,22 +40,23 @@ def test_all_algorithms_on_two_processes(tmp_path):
     assert told["name"] == "collectives"
     assert told["versions"]["torch"] == torch.__version__
     assert [row["size"] for row in told["rows"][::5]] == [1 << 14, 1 << 16, 1 << 18]
-    assert {row["algorithm"] for row in told["rows"]} == set(collectives.DEFAULT)
+    assert {row["algorithm"] for row in told["rows"]} == set(ALGORITHMS) - {"hierarchical"}
     for row in told["rows"]:
         assert row["wrong"] == 0
         assert row["count"] * 4 == row["size"]
         assert row["algbw_bytes_per_s"] == pytest.approx(row["size"] / row["time_s"])
     assert told["links"]["backend"] is None  # no formula: it is torch's
-    assert told["links"].keys() == set(collectives.DEFAULT)
+    assert told["links"].keys() == set(ALGORITHMS) - {"hierarchical"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @needs_mpi
 def test_ranks_that_mpirun_started_report_once(tmp_path):
     record = tmp_path / "record.json"
-    words = ("--transport", "mpi", "--sizes", "1KB", "16KB", "--json", record)
+    words = ("--transport", "mpi", "--sizes", "1KB", "16KB", "--dtype", "bfloat16", "--json", record)
     done = mpirun(4, "-m", "shoal", "bench", "collectives", *words)
     assert done.returncode == 0, done.stderr
+    assert "backend is left out: MPI cannot add tensors of torch.bfloat16" in done.stderr
     assert done.stdout.count("all-reduce on 4 ranks") == 1
     told = json.loads(record.read_text())
     assert (told["ranks"], told["transport"], sum(row["wrong"] for row in told["rows"])) == (4, "mpi", 0)
@@ -83,7 +86,7 @@ def test_ranks_that_began_to_count_together_are_on_one_host():
 
 
 def test_bus_bandwidth_is_what_the_best_algorithm_sends():
-    row = Row("tree", 1000, 250, 0.5, 0, 4)
+    row = Row("tree", 1000, 250, 0.5, 0, 4, 1)
     assert row.algorithm_bandwidth == 2000
     assert row.bus_bandwidth == 3000
 
@@ -102,8 +105,20 @@ def test_wrong_elements_of_all_ranks_are_counted(monkeypatch):
     assert [(row.algorithm, row.wrong) for row in rows] == [("chunked_ring", 3), ("ring", 0)]
 
 
+def test_between_hosts_the_tree_inside_and_the_ring_across_are_measured_and_have_a_formula():
+    def work(transport):
+        transport.hosts = [[0, 1], [2, 3]]
+        return measure(transport, lambda word: None, Ask((), (4000, 400_000), "float32"))
+
+    rows = run_ranks(4, work)[0]
+    found = [row for row in rows if row.algorithm == "hierarchical"]
+    assert [(row.num_bytes, row.wrong, row.hosts) for row in found] == [(4000, 0, 2), (400_000, 0, 2)]
+    assert collectives._cost(found[0]) == Cost(num_rounds=4, num_bytes=3 * 4000)
+    assert "backend" not in {row.algorithm for row in rows}  # threads have none
+
+
 def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
-    rows = [Row("ring", 1000, 250, 0.5, 2, 2), Row("ring", 4000, 1000, 0.9, 0, 2)]
+    rows = [Row("ring", 1000, 250, 0.5, 2, 2, 1), Row("ring", 4000, 1000, 0.9, 0, 2, 1)]
     monkeypatch.setattr(collectives, "on_ranks", lambda *_: rows)
     assert collectives.command(2, "torch", ("ring",), ("1KB", "4KB"), "float32", None, None) == 1
     assert "ring: as if messages took" in capsys.readouterr().out

@@ -23,9 +23,15 @@ def tensors_of(size, numel, dtype):
 
 
 def reduced(tensors, operation="sum", algorithm="chunked_ring"):
-    """Return for each rank what it has after an all-reduce, and what it has sent."""
+    """Return for each rank what it has after an all-reduce, and what it has sent.
+
+    Hierarchical: between two hosts, whose ranks alternate; an odd number makes one host larger.
+    """
+    ranks = list(range(len(tensors)))
 
     def work(transport):
+        if algorithm == "hierarchical" and len(ranks) > 1:
+            transport.hosts = [ranks[::2], ranks[1::2]]
         tensor = tensors[transport.rank].clone()
         all_reduce(transport, tensor, operation, algorithm)
         return tensor, transport.traffic

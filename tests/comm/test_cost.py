@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_seconds
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
 
 ETHERNET = Link(latency_s=50e-6, bytes_per_s=1.25e9)
 
@@ -43,6 +43,6 @@ def test_times_that_tell_of_no_bandwidth_give_no_link():
 
 
 def test_between_hosts_a_tree_inside_and_a_ring_across():
-    inside, across = Link(1e-6, 1e10), Link(1e-3, 1e8)
-    seconds = hierarchical_seconds(4, 2, 1e6, inside, across)
-    assert seconds == pytest.approx(4 * 1e-6 + 4e6 / 1e10 + 2 * 1e-3 + 1e6 / 1e8)
+    assert all_reduce_cost("hierarchical", 8, 1e6, hosts=2) == Cost(4 + 2, 4e6 + 1e6)
+    assert all_reduce_cost("hierarchical", 8, 1e6) == all_reduce_cost("tree", 8, 1e6)
+    assert all_reduce_cost("hierarchical", 8, 1e6, hosts=8) == all_reduce_cost("chunked_ring", 8, 1e6)

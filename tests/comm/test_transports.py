@@ -73,6 +73,40 @@ def test_a_time_limit_counts_for_each_segment_so_a_slow_sender_is_not_lost(monke
         assert torch.equal(next(threads.map(rank, range(2))), sent)
 
 
+def test_each_way_between_two_ranks_has_a_connection_of_its_own():
+    """Else gloo's announcement of a receive would wait behind what is sent the same way."""
+    store, senders = dist.HashStore(), {}
+
+    class Watched:
+        def __init__(self, group, way, rank):
+            self.group, self.way, self.rank = group, way, rank
+
+        def send(self, parts, to, tag):
+            senders.setdefault((self.way, *sorted((self.rank, to))), set()).add(self.rank)
+            return self.group.send(parts, to, tag)
+
+        def recv(self, parts, source, tag):
+            return self.group.recv(parts, source, tag)
+
+    def rank(number):
+        limits = {"address": "127.0.0.1", "meet_s": 10.0, "timeout_s": 10.0}
+        transport = GlooTransport(dist.PrefixStore("ways", store), number, 3, **limits)
+        ways = enumerate(transport._groups)
+        transport._groups = [Watched(group, way, number) for way, group in ways]
+        own = torch.full((5,), float(number))
+        for other in {0, 1, 2} - {number}:
+            arrived = torch.empty(5)
+            transport.exchange(own, other, arrived, other)
+            assert arrived.tolist() == [other] * 5
+        return transport
+
+    with ThreadPoolExecutor(3) as threads:
+        transports = list(threads.map(rank, range(3)))
+    assert len(transports) == 3
+    assert {pair: len(ranks) for pair, ranks in senders.items()} == dict.fromkeys(senders, 1)
+    assert len(senders) == 6
+
+
 MPI_RANK = """
 import sys
 import torch

@@ -93,6 +93,15 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         {"sync": {"strategy": "allreduce"}},
     ),
     (
+        "_reduce_dtype",
+        "dp2*tp2",
+        {"sync": {"strategy": "diloco", "every": 2}, "precision": {"reduce_dtype": "bf16"}},
+        "precision.reduce_dtype = bf16 with sync.strategy = diloco, which has a format of its own for what "
+        "travels",
+        "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
+        {"precision": {"reduce_dtype": "fp32"}},
+    ),
+    (
         "_warmup",
         "dp2",
         {"sync": {"strategy": "onebit", "warmup_steps": 5}},
@@ -146,6 +155,10 @@ def test_every_rule_has_a_case():
     [
         ("1", {"sync": {"strategy": "onebit"}}),  # the same command for one process
         ("dp2*zero2x2", {"sync": {"strategy": "topk"}, "precision": {"reduce_dtype": "bf16"}}),
+        (
+            "dp2*zero2x2",
+            {"sync": {"strategy": "diloco", "every": 2}, "precision": {"reduce_dtype": "bf16"}},
+        ),
         ("pp2*dp2", {"sync": {"strategy": "powersgd"}}),
         ("dp2", {"sync": {"algorithm": "ring"}, "precision": {"reduce_dtype": "bf16"}}),
     ],

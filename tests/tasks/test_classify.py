@@ -1,5 +1,6 @@
 """Classic networks under the trainer of GPTs: replicas agree, runs resume, what cannot work is refused."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,17 @@ from shoal.runtime.seat import Island
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from tests.tiny_dataset import random_dataset
+from tests.train.conftest import apart
 from tests.train.ranks import TINY, run_training
+
+__all__ = ["apart"]  # a fixture
 
 DIGITS = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
 NETWORKS = ("fcn-r", "lstm")
+SYNCS = [
+    *({"strategy": name} for name in ("central_serial", "central_parallel", "device_sharded", "tree_update")),
+    {"strategy": "allreduce", "algorithm": "chunked_ring"},
+]
 
 
 def values_of(network, data, **sections):
@@ -58,6 +66,15 @@ def train_narrow(run_dir, values):
         classic.WIDTHS = widths
 
 
+@pytest.fixture(scope="module")
+def plain(pool, data, tmp_path_factory):
+    """Return a function that gives the run of four plain replicas."""
+    folder = tmp_path_factory.mktemp("plain")
+    return functools.cache(
+        lambda network: pool.run(train_narrow, 4, folder / network, values_of(network, data))[0]
+    )
+
+
 def curves(run):
     validation = [line for line in run["lines"] if "validation_loss" in line]
     return run["losses"], run["norms"], [line["validation_loss"] for line in validation], validation
@@ -76,6 +93,27 @@ def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network
     unit = {"fcn-r": "examples", "lstm": "tokens"}[network]
     assert runs[0]["lines"][0][unit] == 16 * (1 if network == "fcn-r" else 16)
     assert runs[0]["lines"][0][f"{unit}_per_s"] > 0
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: "-".join(sync.values()))
+def test_strategies_of_then_train_as_plain_replicas_do(pool, data, plain, tmp_path, network, sync):
+    ranks = pool.run(train_narrow, 4, tmp_path, values_of(network, data, sync=sync))
+    for ours, theirs in zip(curves(plain(network))[:3], curves(ranks[0])[:3], strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=2e-6)
+    for rank in ranks:
+        assert all(np.array_equal(w, ranks[0]["weights"][name]) for name, w in rank["weights"].items())
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_replicas_that_train_apart_agree_on_all_layers(apart, data, tmp_path, network):
+    sync = {"strategy": "streaming_diloco", "every": 2, "overlap": 0, "fragments": 2, "int8": True}
+    first, second = apart(tmp_path, values_of(network, data, sync=sync))
+    assert first["losses"] != second["losses"]
+    for name, weight in first["weights"].items():
+        assert np.array_equal(weight, second["weights"][name]), name
+    agreed = [line["step"] for line in first["lines"] if "round" in line]
+    assert agreed == [1, 2, 3, 4, 5, 5]  # a part after each step, both at the end
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -51,7 +51,9 @@ def test_two_workers_in_step_are_plain_replicas_and_so_is_a_run_that_resumes(poo
     close(plain, first, rtol=2e-5, atol=2e-7)
 
 
-def test_weights_moments_and_step_survive_into_any_strategy(pool, apart, data, tmp_path):
+def test_weights_moments_and_step_survive_into_any_strategy_and_number_of_workers(
+    pool, apart, data, tmp_path
+):
     values = tiny_config(data, sync=ASYNC, checkpoint={"every": 2}, train={"steps": 3})
     saved = apart(tmp_path, values)[0]
     size = sum(weight.nbytes for weight in saved["weights"].values())
@@ -65,8 +67,14 @@ def test_weights_moments_and_step_survive_into_any_strategy(pool, apart, data, t
         assert moments["step"] == 6  # a server's steps: one for each gradient
         for key, moment in moments.items():
             assert np.array_equal(moment, loaded["moments"][name][key]), (name, key)
-    longer = pool.run(run_training, 2, tmp_path, tiny_config(data, train={"steps": 5}))[0]
-    assert longer["steps"] == [1, 2, 3, 4, 5]
+    four = apart(tmp_path, tiny_config(data, sync=ASYNC, train={"steps": 5}), replicas=4)
+    assert four[0]["steps"] == [1, 2, 3, 4, 5]
+    assert all(moments["step"] == 6 + 4 * 2 for moments in four[0]["moments"].values())
+    for worker in four[1:]:
+        assert worker["steps"][-2:] == [4, 5]
+        close(four[0], worker, rtol=0, atol=0)
+    longer = pool.run(run_training, 2, tmp_path, tiny_config(data, train={"steps": 7}))[0]
+    assert longer["steps"] == [1, 2, 3, 4, 5, 6, 7]
     assert longer["losses"][-1] < longer["losses"][0]
 
 

@@ -342,6 +342,16 @@ def test_ranks_that_a_launcher_started_do_not_launch_again(data, tmp_path):
     assert "--nproc 2: torchrun or srun has started the ranks already" in screen
 
 
+@pytest.mark.parametrize("strategy", ["diloco", "async_sgd"])
+def test_replicas_that_train_apart_are_not_started_as_one_world(data, tmp_path, strategy):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29732"}
+    every = ("--sync.every", "2") if strategy == "diloco" else ()
+    status, screen = shoal(data, tmp_path, "--sync.strategy", strategy, *every, env=env)
+    assert status == 2
+    assert f"sync.strategy = {strategy} under dp2: each replica is a world of its own, and these 2" in screen
+    assert not (tmp_path / "ranks").exists()  # refused before it waits for the other rank
+
+
 def test_the_time_limit_counts_over_restarts(data, tmp_path):
     limit_s = 20.0
     running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000", "--max-time", f"{limit_s}")

@@ -115,3 +115,12 @@ def with_an_overflow(run_dir, values):
         residuals = job.model.exchange.state().values()
         seen.append((applied, any(bool(residual.any()) for residual in residuals)))
     return seen
+
+
+@pytest.mark.parametrize("sync", [{"algorithm": "chunked_ring"}, {"strategy": "bf16"}])
+def test_a_slow_link_between_two_halves_of_the_ranks_takes_its_time(pool, data, tmp_path, sync):
+    values = tiny_config(data, sync=sync, train={"steps": 3})
+    values["runtime"] |= {"slow_link": 4.0}
+    run = pool.run(run_training, 2, tmp_path, values)[0]
+    for line in (line for line in run["lines"] if "seconds" in line):
+        assert line["seconds"] >= line["sync_bytes"] / 500_000 > 0.05

@@ -126,13 +126,20 @@ def test_more_and_fewer_replicas_go_on_and_so_does_any_other_strategy(pool, apar
     assert same_weights(*again)
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_replicas_with_shards_inside_train_like_whole_ones_and_take_over_their_state(
-    apart, data, tmp_path, warmup_steps
+@pytest.mark.parametrize(
+    ("inside", "warmup_steps"),
+    [
+        ({"zero": 2, "dp_shard": 2}, 0),
+        ({"zero": 2, "dp_shard": 2}, 4),
+        ({"tp": 2}, 2),
+        pytest.param({"pp": 2}, 2, marks=pytest.mark.proof),
+    ],
+)
+def test_replicas_cut_inside_train_like_whole_ones_and_take_over_their_state(
+    apart, data, tmp_path, inside, warmup_steps
 ):
     sync = {"strategy": "diloco", "every": 2, "warmup_steps": warmup_steps}
     train = {"steps": 6, "micro_batch_size": 2}
-    inside = {"zero": 2, "dp_shard": 2}
     whole = apart(tmp_path / "whole", tiny_config(data, train=train, sync=sync))
     halted = tiny_config(data, train=train, sync=sync, parallel=inside, runtime={"stop_after": 3})
     apart(tmp_path / "parts", halted, size=2)
@@ -153,11 +160,3 @@ def test_a_borrowed_checkpoint_that_goes_while_it_is_read_is_worth_a_new_start(m
             )
         )
     assert isinstance(caught.value.__cause__, CheckpointError)
-
-
-def test_a_launcher_of_one_world_is_refused(pool, data, tmp_path):
-    values = tiny_config(data, sync={"strategy": "diloco", "every": 2})
-    with pytest.raises(
-        AssertionError, match=r"sync\.strategy = diloco under dp2: each replica is a world of its own"
-    ):
-        pool.run(run_training, 2, tmp_path, values)

@@ -21,12 +21,10 @@ from shoal.bench.record import describe
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
-from shoal.comm.cost import FORMULAS, Link, all_reduce_cost, fit_link
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
 from shoal.comm.transport import Transport
 from shoal.errors import InputError
 from shoal.runtime.files import write_json
-
-DEFAULT = ("backend", "ring", "chunked_ring", "tree", "halving_doubling")
 
 _BUDGET_S = 0.4  # for the repeats of one algorithm and size
 _MOST_REPEATS = 50
@@ -52,6 +50,7 @@ class Row:
     seconds: float  # of the slowest rank, median of the repeats
     wrong: int  # elements, on all ranks
     size: int
+    hosts: int
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -66,9 +65,9 @@ class Row:
 
 def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list[Row]:
     """Time each algorithm at each size, taking turns. Collective over the transport's ranks."""
-    algorithms = ask.algorithms or (*DEFAULT, *("hierarchical",) * (len(transport.hosts) > 1))
-    rows = []
     dtype = getattr(torch, ask.dtype)
+    algorithms = ask.algorithms or _all_that_differ(transport, dtype, tell)
+    rows = []
     for num_bytes in ask.sizes:
         count = max(1, num_bytes // dtype.itemsize)
         samples: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
@@ -94,10 +93,23 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
                 statistics.median(samples[algorithm]),
                 wrong[algorithm],
                 transport.size,
+                len(transport.hosts),
             )
             for algorithm in algorithms
         ]
     return rows
+
+
+def _all_that_differ(transport: Transport, dtype: torch.dtype, tell: Callable[[str], None]) -> list[str]:
+    """Return all algorithms but those that are another here, or that the library lacks for a format."""
+    several = len(transport.hosts) > 1
+    algorithms = [name for name in ALGORITHMS if several or name != "hierarchical"]
+    try:
+        all_reduce(transport, torch.zeros(1, dtype=dtype, device=transport.device), algorithm="backend")
+    except InputError as error:
+        tell(f"backend is left out: {error}")
+        algorithms.remove("backend")
+    return algorithms
 
 
 def time_all_reduce(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
@@ -173,15 +185,17 @@ def _sizes_between(least: int, most: int) -> tuple[int, ...]:
 
 def _fit(rows: list[Row]) -> Link | None:
     """Return the link that explains an algorithm's times; None where there is no formula or one size."""
-    algorithm = rows[0].algorithm
-    if algorithm not in FORMULAS:
+    if rows[0].algorithm == "backend":
         return None
-    costs = [all_reduce_cost(algorithm, row.size, row.num_bytes) for row in rows]
-    return fit_link(costs, [row.seconds for row in rows])
+    return fit_link([_cost(row) for row in rows], [row.seconds for row in rows])
+
+
+def _cost(row: Row) -> Cost:
+    return all_reduce_cost(row.algorithm, row.size, row.num_bytes, row.hosts)
 
 
 def _expected_s(row: Row, link: Link | None) -> float | None:
-    return all_reduce_cost(row.algorithm, row.size, row.num_bytes).seconds(link) if link else None
+    return _cost(row).seconds(link) if link else None
 
 
 def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
@@ -254,8 +268,13 @@ def _draw(rows: list[Row], links: dict[str, Link | None], path: Path) -> None:
         sizes = [row.num_bytes for row in own]
         (line,) = axes.plot(sizes, [row.seconds for row in own], marker="o", markersize=3, label=algorithm)
         if link:
-            expected = [all_reduce_cost(algorithm, row.size, row.num_bytes).seconds(link) for row in own]
-            axes.plot(sizes, expected, linewidth=0.7, linestyle="--", color=line.get_color())
+            axes.plot(
+                sizes,
+                [_cost(row).seconds(link) for row in own],
+                linewidth=0.7,
+                linestyle="--",
+                color=line.get_color(),
+            )
     axes.grid(alpha=0.3)
     axes.legend(title="dashed: by formula")
     figure.savefig(path, dpi=120)

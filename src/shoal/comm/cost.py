@@ -31,19 +31,17 @@ class Cost:
         return self.num_rounds * link.latency_s + self.num_bytes / link.bytes_per_s
 
 
-def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
-    """Return what an algorithm costs on `size` ranks for a tensor of `num_bytes`.
+def all_reduce_cost(algorithm: str, size: int, num_bytes: float, hosts: int = 1) -> Cost:
+    """Return what an algorithm costs on `size` ranks, alike on all hosts, for a tensor of `num_bytes`.
 
     Raises:
         KeyError: There is no formula for the algorithm.
     """
-    return FORMULAS[algorithm](size, num_bytes) if size > 1 else Cost(0, 0)
-
-
-def hierarchical_seconds(ranks: int, hosts: int, num_bytes: float, inside: Link, across: Link) -> float:
-    """Return the time of an all-reduce by a tree of `ranks` in each host and a ring in chunks of `hosts`."""
-    tree = all_reduce_cost("tree", ranks, num_bytes).seconds(inside)
-    return tree + all_reduce_cost("chunked_ring", hosts, num_bytes).seconds(across)
+    if algorithm == "hierarchical":
+        inside = all_reduce_cost("tree", math.ceil(size / hosts), num_bytes)
+        across = all_reduce_cost("chunked_ring", hosts, num_bytes)
+        return Cost(inside.num_rounds + across.num_rounds, inside.num_bytes + across.num_bytes)
+    return _FORMULAS[algorithm](size, num_bytes) if size > 1 else Cost(0, 0)
 
 
 def collective_cost(name: str, size: int, num_bytes: float) -> Cost:
@@ -89,7 +87,7 @@ def _halving_doubling(size: int, num_bytes: float) -> Cost:
     return Cost(2 * levels + extra, (2 * (paired - 1) / paired + extra) * num_bytes)
 
 
-FORMULAS: dict[str, Callable[[int, float], Cost]] = {
+_FORMULAS: dict[str, Callable[[int, float], Cost]] = {
     "ring": _ring,
     "chunked_ring": _chunked_ring,
     "tree": _tree,

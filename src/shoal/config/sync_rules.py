@@ -111,9 +111,8 @@ def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]
 
 def _reduce_dtype(config: Config, layout: Layout) -> Iterator[Problem]:
     strategy = config.sync.strategy
-    kind = strategy_of(config).kind
-    exchanged = kind == "asynchronous" or (kind == "exchange" and strategy != "allreduce")
-    if exchanged and config.precision.reduce_dtype != "fp32" and not layout.zero:
+    reads = strategy == "allreduce" or strategy_of(config).kind == "owner"
+    if not reads and config.precision.reduce_dtype != "fp32" and not layout.zero:
         yield (
             f"precision.reduce_dtype = {config.precision.reduce_dtype} with sync.strategy = {strategy}, "
             "which has a format of its own for what travels",

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.comm.cost import all_reduce_cost
+from shoal.comm.cost import all_reduce_cost, collective_cost
 from shoal.config.sections import Sync
 from shoal.config.sync_rules import STRATEGIES
 
@@ -169,10 +169,14 @@ def _owner(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
     match sync.strategy:
         case "device_sharded":
             largest = max(total / n, *map(math.prod, shapes.values()))
-            return Demand((n - 1) / n * total * both, (n - 1) * largest * both, 2 * (n - 1))
+            return Demand(
+                (n - 1) / n * total * both,
+                (n - 1) * largest * both,
+                _rounds(n, "reduce_scatter", "all_gather"),
+            )
         case "tree_update":
             sent, through = 4 * _levels(n) * total, _levels(replicas.hosts) * total * both
-            return Demand(sent, through, 2 * _levels(n) * buckets)
+            return Demand(sent, through, _rounds(n, "reduce", "broadcast") * buckets)
     in_turn = n - 1 if sync.strategy == "central_serial" else 1
     return Demand(4 * (n - 1) * total, (n - replicas.here) * total * both, 2 * in_turn * buckets)
 
@@ -210,8 +214,7 @@ def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:
     n, h = replicas.count, replicas.hosts
     if algorithm == "hierarchical":
         ring, tree = 2 * (h - 1) / h, _levels(replicas.here)
-        rounds = all_reduce_cost("tree", replicas.here, 1), all_reduce_cost("chunked_ring", h, 1)
-        return ring + tree, ring, sum(part.num_rounds for part in rounds)
+        return ring + tree, ring, all_reduce_cost(algorithm, n, 1, h).num_rounds
     rounds_of = "chunked_ring" if algorithm == "backend" else algorithm
     num_rounds = all_reduce_cost(rounds_of, n, 1).num_rounds
     match algorithm:
@@ -236,6 +239,10 @@ def _paired(size: int) -> tuple[float, int]:
     """Return tensors sent by halving and doubling among a power of two, and whether some ranks are left."""
     paired = 2 ** int(math.log2(size))
     return 2 * (paired - 1) / paired, int(size > paired)
+
+
+def _rounds(size: int, *names: str) -> int:
+    return sum(collective_cost(name, size, 0).num_rounds for name in names)
 
 
 def _levels(size: int) -> int:

@@ -14,7 +14,6 @@ from shoal.checkpoint.store import CheckpointStore
 from shoal.config.load import to_toml
 from shoal.config.sections import Config, Runtime
 from shoal.config.sync_rules import strategy_of
-from shoal.errors import ConfigError
 from shoal.gradsync.after_step import InStep, Update
 from shoal.gradsync.async_sgd import AsyncSgd, Pace
 from shoal.gradsync.held_back import HeldBack
@@ -133,12 +132,6 @@ def _make_sync(
     config, layout, island = task.config, model.mesh.layout, request.island
     if not strategy_of(config).apart:
         return HeldBack(model.exchange, model.mesh, config.parallel.split)
-    if layout.dp_replicate > 1:
-        raise ConfigError(
-            f"sync.strategy = {config.sync.strategy} under {layout}: each replica is a world of its own, and "
-            f"these {process.world_size} processes were started as one",
-            hint="start them with `shoal train --nproc N`, without torchrun, mpirun or srun",
-        )
     meeting = None
     if island is not None:
         same = {"runtime": Runtime(), "data": config.data.model_copy(update={"datasets": ()})}
