@@ -2,9 +2,9 @@
 
 A GPT of 3.5M parameters on the source text of Python's standard library. Each training is a `shoal train` of
 its own; its folder stays below --runs, and the same command goes on where it was stopped. `convergence` adds
-to its record what is asked for, so a few trainings at a time will do.
+to its record what is asked for, so a few trainings at a time will do. Another --batch is another record.
 
-    python -m benchmarks.gradsync convergence [--workers 2 4] [--only diloco:every=50]    hours
+    python -m benchmarks.gradsync convergence [--workers 2 4] [--only diloco:every=50] [--batch 64]    hours
     python -m benchmarks.gradsync link                                                    as root, 30 minutes
 """
 
@@ -51,16 +51,18 @@ DEFAULT_STEPS = {"convergence": 1000, "link": 60}
 Facts = dict[str, Any]
 
 
-def convergence(data: Path, workers: Sequence[int], steps: int, every: Sequence[int]) -> list[Cell]:
+def convergence(
+    data: Path, batch: int, workers: Sequence[int], steps: int, every: Sequence[int]
+) -> list[Cell]:
     """Return the trainings that are compared at equal tokens."""
     words = [BASE, *COMPRESSED, *(f"{name}:every={h}" for name in OUTER for h in every)]
-    network = _network(data, 200, "auto")
+    network = _network(data, batch, 200, "auto")
     return [Cell(network, parse_way(word, steps), n, LOCAL, steps) for n in workers for word in words]
 
 
-def link(data: Path, steps: int, every: int) -> list[Cell]:
+def link(data: Path, batch: int, steps: int, every: int) -> list[Cell]:
     """Return the trainings on two hosts: three rounds of H steps each, or `steps` where nothing waits."""
-    network, rounds = _network(data, 0, "fp32"), math.ceil(3 * every / 0.9)  # a tenth is warm-up
+    network, rounds = _network(data, batch, 0, "fp32"), math.ceil(3 * every / 0.9)  # a tenth is warm-up
     cells = [Cell(network, parse_way(word, steps), 2, LINK, steps) for word in (COUNTED_BASE, "onebit")]
     ways = [parse_way(f"{name}:every={every}", rounds) for name in (*OUTER, "model_averaging")]
     cells += [Cell(network, way, 2, where, rounds) for where in (HOSTS, LINK) for way in ways]
@@ -69,9 +71,9 @@ def link(data: Path, steps: int, every: int) -> list[Cell]:
     return cells + [Cell(network, inside, 4, where, rounds, SHARDED) for where in (HOSTS, LINK)]
 
 
-def _network(data: Path, save_every: int, dtype: str) -> Network:
+def _network(data: Path, batch: int, save_every: int, dtype: str) -> Network:
     settings = {**SETTINGS, "checkpoint.every": save_every, "precision.dtype": dtype}
-    return Network("gpt-3.5m", "tiny", data, BATCH, {name: str(value) for name, value in settings.items()})
+    return Network("gpt-3.5m", "tiny", data, batch, {name: str(value) for name, value in settings.items()})
 
 
 def with_earlier(cells: Sequence[Facts], about: Facts, path: Path) -> list[Facts]:
@@ -132,19 +134,21 @@ def main() -> int:
     parser.add_argument("part", choices=("convergence", "link"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="convergence only")
     parser.add_argument("--steps", type=int, help=f"default: {DEFAULT_STEPS}")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences a step")
     parser.add_argument("--every", type=int, nargs="+", help="H; default: 50 and 100, for link 100")
     parser.add_argument("--only", nargs="+", help="strategies, in the words of the tables")
     parser.add_argument("--data", type=Path, help="a dataset; default: made below --runs")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench-gradsync"))
     parser.add_argument("--output", type=Path, default=RECORDS, help="folder of the record")
     wish = parser.parse_args()
-    runs = wish.runs.absolute() / wish.part
+    name = wish.part if wish.batch == BATCH else f"{wish.part}_{wish.batch}"
+    runs = wish.runs.absolute() / name
     data = wish.data.absolute() if wish.data else make_data(wish.runs.absolute() / "data", TEXT)
     steps = wish.steps or DEFAULT_STEPS[wish.part]
     if wish.part == "convergence":
-        cells = convergence(data, wish.workers, steps, wish.every or (50, 100))
+        cells = convergence(data, wish.batch, wish.workers, steps, wish.every or (50, 100))
     else:
-        cells = link(data, steps, (wish.every or [100])[0])
+        cells = link(data, wish.batch, steps, (wish.every or [100])[0])
     outcomes: list[Outcome] = []
     try:
         with ended_like_ctrl_c():
@@ -156,17 +160,17 @@ def main() -> int:
         for table in tables(outcomes):
             console.print(table)
         records = [outcome.as_record() for outcome in outcomes]
-        about: Facts = {"tokens_a_step": SEQ_LEN * BATCH}
+        about: Facts = {"tokens_a_step": SEQ_LEN * wish.batch}
         if wish.part == "convergence":
             about |= {"steps": steps, "settings": SETTINGS, "data": open_dataset(data).fingerprint}
-            records = with_earlier(records, about, wish.output / "gradsync_convergence.json")
+            records = with_earlier(records, about, wish.output / f"gradsync_{name}.json")
             verdicts = list(judge_convergence(records))
         else:
             verdicts = list(judge_link(outcomes))
         for verdict in verdicts:
             print("{holds!s:5}  {what}: {value} (mark {mark})".format(**verdict))
         figures = {"verdicts": verdicts, "cells": records}
-        write_record(f"gradsync_{wish.part}", {**about, **figures}, wish.output)
+        write_record(f"gradsync_{name}", {**about, **figures}, wish.output)
     return int(any(outcome.found is None for outcome in outcomes))
 
 
