@@ -239,7 +239,7 @@ def _join(request: Any, nproc: int | None, nnodes: int, world_size: int) -> int:
         raise ConfigError(
             f"sync.strategy = {request.config.sync.strategy} under {layout}: each replica is a world of its "
             f"own, and these {layout.world_size} processes were started as one",
-            hint="start them with `shoal train --nproc N`, without torchrun, mpirun or srun",
+            hint="start them with `shoal train` itself, on several hosts with --nnodes and --rdzv",
         )
     from shoal.train.worker import run
 

@@ -31,6 +31,11 @@ def rows_at(mbit, layout="dp4", **settings):
     return [*predict(basis, legal, SHAPES, {name: WORK_S.get(name, 0.0) for name in legal}), *refused]
 
 
+def test_a_format_that_a_strategy_does_not_read_does_not_count_against_it():
+    refused = {row.strategy for row in rows_at(1000, precision={"reduce_dtype": "bf16"}) if row.refused}
+    assert refused == {row.strategy for row in rows_at(1000) if row.refused}
+
+
 def test_a_fast_link_wants_all_reduce_and_compression_would_slow_it_down():
     told = advice(rows_at(100_000))
     assert told.startswith("Use allreduce (1 s): nothing is faster.")

@@ -86,7 +86,7 @@ def test_ranks_that_began_to_count_together_are_on_one_host():
 
 
 def test_bus_bandwidth_is_what_the_best_algorithm_sends():
-    row = Row("tree", 1000, 250, 0.5, 0, 4, 1)
+    row = Row("tree", 1000, 250, 0.5, 0, 4, (4,))
     assert row.algorithm_bandwidth == 2000
     assert row.bus_bandwidth == 3000
 
@@ -107,18 +107,21 @@ def test_wrong_elements_of_all_ranks_are_counted(monkeypatch):
 
 def test_between_hosts_the_tree_inside_and_the_ring_across_are_measured_and_have_a_formula():
     def work(transport):
-        transport.hosts = [[0, 1], [2, 3]]
+        transport.hosts = [[0, 1, 2], [3]]
         return measure(transport, lambda word: None, Ask((), (4000, 400_000), "float32"))
 
     rows = run_ranks(4, work)[0]
     found = [row for row in rows if row.algorithm == "hierarchical"]
-    assert [(row.num_bytes, row.wrong, row.hosts) for row in found] == [(4000, 0, 2), (400_000, 0, 2)]
-    assert collectives._cost(found[0]) == Cost(num_rounds=4, num_bytes=3 * 4000)
+    assert [(row.num_bytes, row.wrong, row.hosts) for row in found] == [
+        (4000, 0, (3, 1)),
+        (400_000, 0, (3, 1)),
+    ]
+    assert collectives._cost(found[0]) == Cost(num_rounds=6, num_bytes=5 * 4000)
     assert "backend" not in {row.algorithm for row in rows}  # threads have none
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
-    rows = [Row("ring", 1000, 250, 0.5, 2, 2, 1), Row("ring", 4000, 1000, 0.9, 0, 2, 1)]
+    rows = [Row("ring", 1000, 250, 0.5, 2, 2, (2,)), Row("ring", 4000, 1000, 0.9, 0, 2, (2,))]
     monkeypatch.setattr(collectives, "on_ranks", lambda *_: rows)
     assert collectives.command(2, "torch", ("ring",), ("1KB", "4KB"), "float32", None, None) == 1
     assert "ring: as if messages took" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import torch
 from shoal.comm import all_reduce as algorithms
 from shoal.comm.all_reduce import ALGORITHMS as WITH_BACKEND
 from shoal.comm.all_reduce import all_reduce
-from shoal.comm.cost import all_reduce_cost
+from shoal.comm.cost import all_reduce_cost, hierarchical_cost
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
 
@@ -151,9 +151,12 @@ def test_between_hosts_only_their_first_ranks_send():
         transport.hosts = hosts
         tensor = tensors[transport.rank].clone()
         all_reduce(transport, tensor, algorithm="hierarchical")
-        return tensor
+        return tensor, transport.traffic.num_bytes
 
-    for result in run_ranks(5, work):
+    results = run_ranks(5, work)
+    received = 2 * 800  # by rank 0 at the two levels of its host's tree
+    assert hierarchical_cost(3, 2, 800).num_bytes == max(sent for _, sent in results) + received
+    for result, _ in results:
         assert torch.equal(result, sum(tensors[1:], tensors[0]))
     assert {(rank, to) for rank, to, _ in crossed} == {(0, 3), (3, 0)}
     assert sum(num_bytes for rank, _, num_bytes in crossed if rank == 0) == 800  # 2 (n - 1) / n of it, n = 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 
 ETHERNET = Link(latency_s=50e-6, bytes_per_s=1.25e9)
 
@@ -43,6 +43,6 @@ def test_times_that_tell_of_no_bandwidth_give_no_link():
 
 
 def test_between_hosts_a_tree_inside_and_a_ring_across():
-    assert all_reduce_cost("hierarchical", 8, 1e6, hosts=2) == Cost(4 + 2, 4e6 + 1e6)
-    assert all_reduce_cost("hierarchical", 8, 1e6) == all_reduce_cost("tree", 8, 1e6)
-    assert all_reduce_cost("hierarchical", 8, 1e6, hosts=8) == all_reduce_cost("chunked_ring", 8, 1e6)
+    assert hierarchical_cost(4, 2, 1e6) == Cost(4 + 2, 4e6 + 1e6)
+    assert hierarchical_cost(8, 1, 1e6) == all_reduce_cost("tree", 8, 1e6)
+    assert hierarchical_cost(1, 8, 1e6) == all_reduce_cost("chunked_ring", 8, 1e6)

@@ -91,6 +91,7 @@ def test_each_way_between_two_ranks_has_a_connection_of_its_own():
     def rank(number):
         limits = {"address": "127.0.0.1", "meet_s": 10.0, "timeout_s": 10.0}
         transport = GlooTransport(dist.PrefixStore("ways", store), number, 3, **limits)
+        assert transport._groups[0] is not transport._groups[1]
         ways = enumerate(transport._groups)
         transport._groups = [Watched(group, way, number) for way, group in ways]
         own = torch.full((5,), float(number))
@@ -105,6 +106,25 @@ def test_each_way_between_two_ranks_has_a_connection_of_its_own():
     assert len(transports) == 3
     assert {pair: len(ranks) for pair, ranks in senders.items()} == dict.fromkeys(senders, 1)
     assert len(senders) == 6
+
+
+def test_one_that_goes_between_the_two_ways_is_missed_as_soon_as_one_that_never_comes():
+    store = dist.HashStore()
+
+    def half(prefix):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(dist.PrefixStore("down", dist.PrefixStore(prefix, store)), 1, 2, options)
+
+    limits = {"address": "127.0.0.1", "meet_s": 1.0, "timeout_s": 40.0}
+    for prefix, begin in (("half", half), ("none", lambda prefix: None)):
+        before = time.monotonic()
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(begin, prefix)
+            with pytest.raises(RuntimeError):
+                GlooTransport(dist.PrefixStore(prefix, store), 0, 2, **limits)
+            other.result()
+        assert time.monotonic() - before < 20, prefix
 
 
 MPI_RANK = """

@@ -99,6 +99,8 @@ def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: "-".join(sync.values()))
 def test_strategies_of_then_train_as_plain_replicas_do(pool, data, plain, tmp_path, network, sync):
     ranks = pool.run(train_narrow, 4, tmp_path, values_of(network, data, sync=sync))
+    assert all(line["sync_bytes"] > 0 for line in ranks[0]["lines"] if "loss" in line)
+    assert not any("sync_bytes" in line for line in plain(network)["lines"])  # the back end's: nobody counts
     for ours, theirs in zip(curves(plain(network))[:3], curves(ranks[0])[:3], strict=True):
         np.testing.assert_allclose(theirs, ours, rtol=2e-6)
     for rank in ranks:

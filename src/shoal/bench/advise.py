@@ -32,7 +32,7 @@ from shoal.comm.cost import Link
 from shoal.config import rules
 from shoal.config.layout import Layout, parse_layout, resolve_layout, settings_of
 from shoal.config.sections import Config, Sync
-from shoal.config.sync_rules import STRATEGIES, check_sync
+from shoal.config.sync_rules import STRATEGIES, check_sync, reads_reduce_dtype
 from shoal.data.synthetic import write_dataset
 from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.gradsync.cost import (
@@ -138,7 +138,7 @@ def command(config: Config, wish: Wish) -> int:
 def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Row]]:
     """Return each strategy's settings where it may be used, and a row with the reason where not.
 
-    A strategy takes those settings of the configuration that it reads.
+    A strategy takes those settings of the configuration that it reads, and no others count against it.
     """
     legal, refused = {}, []
     for name, strategy in STRATEGIES.items():
@@ -146,8 +146,10 @@ def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Row]]:
         if "int8" in given and not given["int8"]:
             del given["block"]
         sync = Sync.model_validate({"strategy": name, **given})
+        unread = {} if reads_reduce_dtype(name) else {"reduce_dtype": "fp32"}
+        precision = config.precision.model_copy(update=unread)
         try:
-            check_sync(config.model_copy(update={"sync": sync}), layout)
+            check_sync(config.model_copy(update={"sync": sync, "precision": precision}), layout)
             legal[name] = sync
         except ConfigError as error:
             refused.append(Row(name, strategy.exact, error.message))

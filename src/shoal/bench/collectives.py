@@ -21,7 +21,7 @@ from shoal.bench.record import describe
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
-from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.comm.transport import Transport
 from shoal.errors import InputError
 from shoal.runtime.files import write_json
@@ -50,7 +50,7 @@ class Row:
     seconds: float  # of the slowest rank, median of the repeats
     wrong: int  # elements, on all ranks
     size: int
-    hosts: int
+    hosts: tuple[int, ...]  # ranks of each
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -93,7 +93,7 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
                 statistics.median(samples[algorithm]),
                 wrong[algorithm],
                 transport.size,
-                len(transport.hosts),
+                tuple(map(len, transport.hosts)),
             )
             for algorithm in algorithms
         ]
@@ -191,7 +191,9 @@ def _fit(rows: list[Row]) -> Link | None:
 
 
 def _cost(row: Row) -> Cost:
-    return all_reduce_cost(row.algorithm, row.size, row.num_bytes, row.hosts)
+    if row.algorithm == "hierarchical":
+        return hierarchical_cost(max(row.hosts), len(row.hosts), row.num_bytes)
+    return all_reduce_cost(row.algorithm, row.size, row.num_bytes)
 
 
 def _expected_s(row: Row, link: Link | None) -> float | None:

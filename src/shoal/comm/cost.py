@@ -31,17 +31,22 @@ class Cost:
         return self.num_rounds * link.latency_s + self.num_bytes / link.bytes_per_s
 
 
-def all_reduce_cost(algorithm: str, size: int, num_bytes: float, hosts: int = 1) -> Cost:
-    """Return what an algorithm costs on `size` ranks, alike on all hosts, for a tensor of `num_bytes`.
+def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
+    """Return what an algorithm costs on `size` ranks for a tensor of `num_bytes`.
 
     Raises:
         KeyError: There is no formula for the algorithm.
     """
-    if algorithm == "hierarchical":
-        inside = all_reduce_cost("tree", math.ceil(size / hosts), num_bytes)
-        across = all_reduce_cost("chunked_ring", hosts, num_bytes)
-        return Cost(inside.num_rounds + across.num_rounds, inside.num_bytes + across.num_bytes)
     return _FORMULAS[algorithm](size, num_bytes) if size > 1 else Cost(0, 0)
+
+
+def hierarchical_cost(ranks: int, hosts: int, num_bytes: float) -> Cost:
+    """Return the same for a tree of `ranks` in the largest host and a ring in chunks of `hosts`."""
+    inside, across = (
+        all_reduce_cost("tree", ranks, num_bytes),
+        all_reduce_cost("chunked_ring", hosts, num_bytes),
+    )
+    return Cost(inside.num_rounds + across.num_rounds, inside.num_bytes + across.num_bytes)
 
 
 def collective_cost(name: str, size: int, num_bytes: float) -> Cost:

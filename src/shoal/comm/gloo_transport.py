@@ -1,4 +1,4 @@
-"""Tensors between processes that share no world: over a gloo group made for the occasion, in a store."""
+"""Tensors between processes that share no world: over gloo groups made for the occasion, in a store."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class GlooTransport(Transport):
         timeout_s: float,
         traffic: Traffic | None = None,
     ) -> None:
-        """Connect to the others, who must come within `meet_s`; 8 MiB may take `timeout_s`.
+        """Connect to the others, who must come within `meet_s` for each way; 8 MiB may take `timeout_s`.
 
         `address` is this host's own, numeric, on the way to the others.
         RuntimeError where somebody does not come, or later goes.
         """
         super().__init__(rank, size, traffic=traffic)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=meet_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._groups: list[Any] = []  # to lower ranks, to higher ones
         for way in ("down", "up"):
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=meet_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             group = dist.ProcessGroupGloo(dist.PrefixStore(way, store), rank, size, options)
             group._set_default_timeout(timedelta(seconds=timeout_s))
             self._groups.append(group)

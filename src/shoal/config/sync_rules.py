@@ -109,10 +109,14 @@ def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]
         )
 
 
+def reads_reduce_dtype(strategy: str) -> bool:
+    """Say whether gradients travel between replicas as `precision.reduce_dtype`; ZeRO's always do."""
+    return strategy == "allreduce" or STRATEGIES[strategy].kind == "owner"
+
+
 def _reduce_dtype(config: Config, layout: Layout) -> Iterator[Problem]:
     strategy = config.sync.strategy
-    reads = strategy == "allreduce" or strategy_of(config).kind == "owner"
-    if not reads and config.precision.reduce_dtype != "fp32" and not layout.zero:
+    if not reads_reduce_dtype(strategy) and config.precision.reduce_dtype != "fp32" and not layout.zero:
         yield (
             f"precision.reduce_dtype = {config.precision.reduce_dtype} with sync.strategy = {strategy}, "
             "which has a format of its own for what travels",

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.comm.cost import all_reduce_cost, collective_cost
+from shoal.comm.cost import all_reduce_cost, collective_cost, hierarchical_cost
 from shoal.config.sections import Sync
 from shoal.config.sync_rules import STRATEGIES
 
@@ -214,7 +214,7 @@ def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:
     n, h = replicas.count, replicas.hosts
     if algorithm == "hierarchical":
         ring, tree = 2 * (h - 1) / h, _levels(replicas.here)
-        return ring + tree, ring, all_reduce_cost(algorithm, n, 1, h).num_rounds
+        return ring + tree, ring, hierarchical_cost(replicas.here, h, 1).num_rounds
     rounds_of = "chunked_ring" if algorithm == "backend" else algorithm
     num_rounds = all_reduce_cost(rounds_of, n, 1).num_rounds
     match algorithm:

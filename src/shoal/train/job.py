@@ -132,6 +132,7 @@ def _make_sync(
     config, layout, island = task.config, model.mesh.layout, request.island
     if not strategy_of(config).apart:
         return HeldBack(model.exchange, model.mesh, config.parallel.split)
+    assert island is not None or layout.replicas == 1, layout  # `shoal train` refuses others
     meeting = None
     if island is not None:
         same = {"runtime": Runtime(), "data": config.data.model_copy(update={"datasets": ()})}
