@@ -32,6 +32,7 @@ from shoal.runtime.files import write_json
 LOCAL, HOSTS = "local", "hosts"
 _BASE = "allreduce"
 _TEXT = ("stdlib", "--vocab-size", "2048", "--limit", "150", "--split", "90,10,0")
+_WIDE = 10  # losses that differ more are drawn on a logarithmic scale
 _IMAGES = ("random-images", "--limit", "5000", "--split", "90,10,0")
 
 
@@ -280,12 +281,20 @@ def _table(group: Sequence[Outcome]) -> Table:
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both."""
+    """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both.
+
+    Left out is a table of one row, such as that of one worker, where others have more.
+    """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     shown = groups([outcome for outcome in outcomes if outcome.found])
+    shown = [group for group in shown if len(group) > 1] or shown
     if not shown:
         return
+    names = dict.fromkeys(outcome.cell.way.word for group in shown for outcome in group)
+    colours = {name: colormaps["tab20"](number % 20) for number, name in enumerate(names)}
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
@@ -295,11 +304,15 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         points = [(o.found.seconds_a_step, o.found.curve[-1].loss) for o in group if o.found]
         most = max(o.found.bytes_a_step or 0 for o in group if o.found) or 1
         areas = [20 + 400 * (o.found.bytes_a_step or 0) / most for o in group if o.found]
-        axes.scatter([x for x, _ in points], [y for _, y in points], s=areas, alpha=0.5)
-        for outcome, point in zip(group, points, strict=True):
-            axes.annotate(outcome.cell.way.word, point, fontsize=7)
+        inks = [colours[outcome.cell.way.word] for outcome in group]
+        axes.scatter([x for x, _ in points], [y for _, y in points], s=areas, c=inks, alpha=0.7)
+        losses = [loss for _, loss in points]
+        if max(losses) > _WIDE * min(losses):
+            axes.set_yscale("log")
         axes.plot(*zip(*pareto(points), strict=True), linewidth=0.8, linestyle="--", color="grey")
         axes.grid(alpha=0.3)
+    marks = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in colours.values()]
+    figure.legend(marks, list(colours), loc="outside lower center", ncols=min(6, len(marks)))
     figure.suptitle("area: bytes a step; dashed: nothing is both faster and better")
     figure.savefig(path, dpi=120)
 
