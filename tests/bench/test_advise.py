@@ -7,8 +7,8 @@ import pytest
 
 from shoal.bench import advise, pace
 from shoal.bench.advise import Basis, Row, Wish, advice, command, predict, settle
-from shoal.bench.pace import measure_link, pace_of_run, pace_of_step, parse_link, time_work
-from shoal.comm.cost import Link, all_reduce_cost
+from shoal.bench.pace import measure_link, pace_of_run, pace_of_step, parse_link, sustained, time_work
+from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link
 from shoal.comm.silent_transport import SilentTransport
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.layout import parse_layout
@@ -151,6 +151,15 @@ def test_a_link_is_measured_within_its_time(monkeypatch):
     assert (found.latency_s, found.bytes_per_s) == pytest.approx((1e-3, 13e6))
     assert max(spent) > 1
     assert sum(spent) < 20
+
+
+def test_what_a_token_bucket_lets_through_at_once_is_no_bandwidth():
+    rate, bucket = 6.25e6, 32e3
+    costs = [all_reduce_cost("chunked_ring", 2, 1 << power) for power in range(10, 26, 2)]
+    times = [2e-4 + max(0.0, cost.num_bytes - bucket) / rate for cost in costs]
+    assert fit_link(costs, times).bytes_per_s > 2 * rate
+    assert sustained(costs, times).bytes_per_s == pytest.approx(rate, rel=0.01)
+    assert sustained([Cost(2, 100), Cost(2, 10_000)], [1.0, 0.5]) is None
 
 
 def test_the_pace_of_a_run_is_its_steps_without_waiting(tmp_path):

@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCY_S = 100e-6  # of a message, with TCP and gloo around it, where nothing is said
 _LINK_BYTES = tuple(1 << power for power in range(10, 28, 2))  # 1 KB to 64 MB
 _REPEATS = 5
+_TICK_S = 1e-9
 _STEPS = 3  # timed, after one that is not
 _BUCKET_BYTES = 25 << 20  # as DDP's
 _MOST_ELEMENTS = 16 << 20  # of a model, to time a strategy's work on: more takes in proportion
@@ -109,7 +110,19 @@ def measure_link(transport: Transport, limit_s: float) -> Link | None:
         spent += sum(samples)
         costs.append(all_reduce_cost("chunked_ring", transport.size, num_bytes))
         times.append(last)
-    return fit_link(costs, times)
+    return sustained(costs, times)
+
+
+def sustained(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
+    """Return the link that explains times best, no faster than the last transfer, the largest, was.
+
+    Smaller ones may pass a token bucket at once, which many networks have, and training fills it.
+    """
+    link = fit_link(costs, seconds)
+    if link is None:
+        return None
+    moving_s = max(seconds[-1] - costs[-1].num_rounds * link.latency_s, _TICK_S)
+    return replace(link, bytes_per_s=min(link.bytes_per_s, costs[-1].num_bytes / moving_s))
 
 
 def _slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:
