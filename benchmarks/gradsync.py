@@ -38,7 +38,7 @@ SETTINGS = {
     "eval.sequences": 256,
 }
 BASE, COUNTED_BASE = "allreduce", "allreduce:algorithm=chunked_ring"
-COMPRESSED = ("onebit", "powersgd", "powersgd:rank=32", "int8", "topk")
+COMPRESSED = ("onebit", "onebit:warmup_steps=200", "powersgd", "powersgd:rank=32", "int8", "topk")
 OUTER = ("diloco", "streaming_diloco", "block_momentum")
 NEAR, NEAR_OUTER = 1.01, 1.02  # times the loss of all-reduce
 LINK = "100mbit"
