@@ -127,7 +127,6 @@ def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_tha
 def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_what_one_that_stands_still_has(
     data, tmp_path
 ):
-    """One of three stops must come while no answer is on its way from it: half sent, it stays."""
     run = tmp_path / "run"
     folders = [run, run / "replicas/1", run / "replicas/2"]
     options = ("--nproc", "3", "--sync.strategy", "async_sgd", "--sync.staleness", "4")
@@ -136,20 +135,17 @@ def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_what_one_that_s
     job = Running(data, run, *options, "--train.compile", "off", "--checkpoint.every", "100000")
     job.wait_for_step(20, timeout=120)
     worker = int((run / "replicas/2/ranks/rank-0/pid").read_text())
-    ahead = []
-    for _ in range(3):
-        os.kill(worker, signal.SIGSTOP)
-        try:
-            # What a worker has heard that it has of all: up to three steps less than the slowest had done.
-            heard = min(map(step_of, folders)) - 3
-            time.sleep(5)
-            first, second, stood = map(step_of, folders)
-        finally:
-            os.kill(worker, signal.SIGCONT)
-        ahead.append(min(first, second) - heard)
-        assert max(first, second) <= stood + 6, (first, second, stood)  # one may be done and not yet written
-        job.wait_for_step(stood + 40, timeout=120)
-    assert max(ahead) >= 4, ahead
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        # What a worker has heard that it has of all: up to three steps less than the slowest had done.
+        heard = min(map(step_of, folders)) - 3
+        time.sleep(5)
+        first, second, stood = map(step_of, folders)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert min(first, second) >= heard + 4, (heard, first, second)
+    assert max(first, second) <= stood + 6, (first, second, stood)  # one may be done and not yet written
+    job.wait_for_step(stood + 40, timeout=120)
     job.process.send_signal(signal.SIGTERM)
     status, screen = job.end(120)
     assert status == 75, screen

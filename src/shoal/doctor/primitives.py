@@ -130,7 +130,7 @@ def _try(trials: _Trials, synchronise: Callable[[], None]) -> None:
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if is_peer_loss(error):  # no refusal of the back end, but a fault: it ends the trials
                 raise
-            outcome |= {"status": "unsupported", "why": str(error).splitlines()[0]}
+            outcome |= {"status": "unsupported", "why": (str(error) or type(error).__name__).splitlines()[0]}
         print(json.dumps(outcome), flush=True)
 
 
