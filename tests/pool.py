@@ -12,19 +12,24 @@ def test_it(pool):
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import pickle
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 MAX_WORKERS = 8
 PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"]
-GRACE_S = 5.0  # what the peers of a failed rank get to notice it, before they are replaced
+GRACE_S = 15.0  # what the peers of a failed rank get to notice it, before they are replaced
 
 
 class RankError(AssertionError):
@@ -44,14 +49,23 @@ class Worker:
     def __init__(self, port: int) -> None:
         context = process_context()
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, port), daemon=True)
+        handle, self._stacks = tempfile.mkstemp(prefix="shoal-pool-")
+        os.close(handle)
+        self.process = context.Process(target=_serve, args=(theirs, port, self._stacks), daemon=True)
         self.process.start()
         theirs.close()
+
+    def stacks(self) -> str:
+        """Return what each thread does now."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._stacks).read_text()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
         self.pipe.close()
+        Path(self._stacks).unlink()
 
 
 class Pool:
@@ -92,17 +106,19 @@ class Pool:
         return [answer[1] for answer in answers]
 
     def _collect(self, team: list[Worker], timeout: float) -> list[tuple[bool, Any]]:
-        deadline = time.monotonic() + timeout
+        limit, began = timeout, time.monotonic()
         answers: dict[int, tuple[bool, Any]] = {}
-        while len(answers) < len(team) and (left := deadline - time.monotonic()) > 0:
+        while len(answers) < len(team) and (left := began + limit - time.monotonic()) > 0:
             waiting: dict[Any, int] = {w.pipe: r for r, w in enumerate(team) if r not in answers}
             for pipe in wait(list(waiting), left):
                 rank = waiting[pipe]
                 answers[rank] = _answer(team[rank])
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        late = (False, f"no answer in time (limit {timeout:g} s); killed")
-        return [answers.get(rank, late) for rank in range(len(team))]
+                    limit = min(limit, time.monotonic() - began + GRACE_S)
+        for rank in set(range(len(team))) - set(answers):
+            where = team[rank].stacks()
+            answers[rank] = False, f"no answer in time (limit {limit:.3g} s); killed at\n{where}"
+        return [answers[rank] for rank in range(len(team))]
 
     def _replace(self, team: list[Worker]) -> None:
         """Kill the ranks of a failed call: torch counts process groups, and may count differently now."""
@@ -122,11 +138,12 @@ def _answer(worker: Worker) -> tuple[bool, Any]:
         return False, f"died with exit code {worker.process.exitcode}"
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def _serve(pipe: Connection, port: int, stacks: str) -> None:
     """Run jobs until the parent goes; one torch thread."""
     import torch
     from torch.distributed import TCPStore
 
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     store = TCPStore("127.0.0.1", port, is_master=False)  # once: now and then connecting takes 5 s
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)

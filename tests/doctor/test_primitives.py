@@ -100,6 +100,7 @@ def test_an_mpi_that_does_not_work_is_a_warning_unless_more_is_wrong():
     wrong = {"end": {"status": "wrong", "why": "no slots"}}
     assert judge({"mpi cpu": wrong}).status == "warning"
     assert "mpi4py" in judge({"mpi cpu": wrong}).advice
+    assert judge({"mpi cpu": wrong}).fact == "0 of 1 work; wrong: end on mpi cpu (no slots)"
     assert judge({"mpi cpu": wrong, "gloo cpu": wrong}).status == "problem"
 
 

@@ -299,9 +299,12 @@ def _write_rate(folder: Path, num_bytes: int) -> float:
 
 def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]:
     """Run `command` as some ranks on this host; return exit status, stdout and stderr of each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from shoal.runtime.rendezvous import Place, open_store
+
+    # A store of ours is there before them: a port that is only found free may be taken until they listen.
+    store = open_store(Place(), "127.0.0.1", START_LIMIT_S)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     shared |= _MPI
     ranks = [

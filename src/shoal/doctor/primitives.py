@@ -78,14 +78,18 @@ def try_on(backend: str, device: str, command: list[str] | None = None) -> dict[
 def judge(matrix: dict[str, dict[str, Outcome]]) -> Finding:
     """Say in a line what does not work; a wrong result is a problem, but over MPI, a choice, a warning."""
     by_status: dict[str, list[str]] = {"unsupported": [], "wrong": []}
+    faults = []
     for place, outcomes in matrix.items():
         for operation, outcome in outcomes.items():
             if outcome["status"] in by_status:
                 by_status[outcome["status"]].append(f"{operation} on {place}")
+            if outcome["status"] == "wrong" and "why" in outcome:
+                faults.append(outcome["why"])
     tried = sum(len(outcomes) for outcomes in matrix.values())
     fact = f"{tried - sum(map(len, by_status.values()))} of {tried} work"
     for status, names in by_status.items():
         fact += f"; {status}: {', '.join(names)}" if names else ""
+    fact += f" ({'; '.join(faults)})" if faults else ""
     if by_status["wrong"] and all(name.endswith(" on mpi cpu") for name in by_status["wrong"]):
         return Finding("operations", "warning", fact, "use the mpirun of the MPI that mpi4py was built with")
     if by_status["wrong"]:
