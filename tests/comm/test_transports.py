@@ -127,6 +127,29 @@ def test_one_that_goes_between_the_two_ways_is_missed_as_soon_as_one_that_never_
         assert time.monotonic() - before < 20, prefix
 
 
+@pytest.mark.parametrize(("meet_s", "timeout_s", "late_s"), [(1.0, 30.0, 3.0), (30.0, 1.0, 3.0)])
+def test_a_transfer_has_its_own_time_limit_and_not_that_of_the_meeting(meet_s, timeout_s, late_s):
+    store, got = dist.HashStore(), torch.zeros(1)
+    limits = {"address": "127.0.0.1", "meet_s": meet_s, "timeout_s": timeout_s}
+
+    def rank(number):
+        transport = GlooTransport(store, number, 2, **limits)
+        if number == 0:
+            transport.recv(got, 1)
+        else:
+            time.sleep(late_s)
+            transport.send(torch.ones(1), 0)
+
+    with ThreadPoolExecutor(2) as threads:
+        receiver, _ = threads.submit(rank, 0), threads.submit(rank, 1)
+        if timeout_s > late_s:
+            receiver.result()
+            assert got.item() == 1
+        else:
+            with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+                receiver.result()
+
+
 MPI_RANK = """
 import sys
 import torch

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 from tests.train.test_command import Running, nothing_stays, shoal
@@ -78,10 +79,21 @@ def test_weights_moments_and_step_survive_into_any_strategy_and_number_of_worker
     assert longer["losses"][-1] < longer["losses"][0]
 
 
-def step_of(run):
-    path = run / "metrics.jsonl"
-    told = path.read_text().splitlines() if path.exists() else []
-    return max((line["step"] for text in told if "loss" in (line := json.loads(text))), default=0)
+def last_of(run):
+    """Return a worker's last step, and how many steps it then was ahead of what it had heard."""
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    return steps[-1]["step"], steps[-1]["staleness"]
+
+
+def stand_still(folders, seconds):
+    """Return where workers are that have not moved on for some seconds."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        seen = [last_of(folder) for folder in folders]
+        time.sleep(seconds)
+        if seen == [last_of(folder) for folder in folders]:
+            return seen
+    raise AssertionError(f"they go on: {seen}")
 
 
 @pytest.mark.proof
@@ -91,26 +103,24 @@ def test_a_worker_that_stands_still_holds_nobody_up_before_the_bound_and_one_tha
     run = tmp_path / "run"
     options = ("--nproc", "2", "--sync.strategy", "async_sgd", "--train.steps", "1000000")
     options += ("--checkpoint.every", "10", "--train.compile", "off", "--train.micro_batch_size", "2")
+    options += ("--runtime.timeout_s", "120")
     bound = ("--sync.staleness", "50")
     job = Running(data, run, *options, *bound, "--checkpoint.every", "100000")
     job.wait_for_step(20, timeout=120)
     worker = int((run / "replicas/1/ranks/rank-0/pid").read_text())
-    heard = min(step_of(run), step_of(run / "replicas/1"))  # of all, also by a server that stands still
     os.kill(worker, signal.SIGSTOP)
     try:
-        time.sleep(0.5)
-        stood = step_of(run / "replicas/1")
-        job.wait_for_step(heard + 25, timeout=120)  # on a busy machine, what was heard may be 20 steps old
-        time.sleep(5)
-        assert step_of(run) <= stood + 52
+        (first, ahead), (stood, _) = stand_still([run, run / "replicas/1"], 5)
     finally:
         os.kill(worker, signal.SIGCONT)
+    assert ahead == 50
+    assert first <= stood + 51  # one may be done and not yet written
     job.wait_for_step(stood + 100, timeout=120)
     job.process.send_signal(signal.SIGTERM)
     status, screen = job.end(120)
     assert status == 75, screen
     kept = max(int(path.name[-8:]) for path in run.glob("checkpoints/step-*"))
-    assert step_of(run) == step_of(run / "replicas/1") == kept
+    assert last_of(run) == last_of(run / "replicas/1") == (kept, 0)
     job = Running(data, run, *options)
     job.wait_for_step(kept + 25, timeout=120)
     os.kill(int((run / "replicas/1/ranks/rank-0/pid").read_text()), signal.SIGKILL)
@@ -131,20 +141,17 @@ def test_with_a_bound_of_four_steps_two_workers_go_four_ahead_of_what_one_that_s
     folders = [run, run / "replicas/1", run / "replicas/2"]
     options = ("--nproc", "3", "--sync.strategy", "async_sgd", "--sync.staleness", "4")
     options += ("--train.steps", "1000000", "--train.global_batch_size", "96")
-    options += ("--train.micro_batch_size", "32")  # steps that take longer than messages
+    options += ("--train.micro_batch_size", "32", "--runtime.timeout_s", "120")
     job = Running(data, run, *options, "--train.compile", "off", "--checkpoint.every", "100000")
     job.wait_for_step(20, timeout=120)
     worker = int((run / "replicas/2/ranks/rank-0/pid").read_text())
     os.kill(worker, signal.SIGSTOP)
     try:
-        # What a worker has heard that it has of all: up to three steps less than the slowest had done.
-        heard = min(map(step_of, folders)) - 3
-        time.sleep(5)
-        first, second, stood = map(step_of, folders)
+        (first, ahead), (second, ahead_too), (stood, _) = stand_still(folders, 5)
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert min(first, second) >= heard + 4, (heard, first, second)
-    assert max(first, second) <= stood + 6, (first, second, stood)  # one may be done and not yet written
+    assert (ahead, ahead_too) == (4, 4)
+    assert max(first, second) <= stood + 5  # one may be done and not yet written
     job.wait_for_step(stood + 40, timeout=120)
     job.process.send_signal(signal.SIGTERM)
     status, screen = job.end(120)

@@ -45,18 +45,25 @@ class GlooTransport(Transport):
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=meet_s)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            group = dist.ProcessGroupGloo(dist.PrefixStore(way, store), rank, size, options)
-            group._set_default_timeout(timedelta(seconds=timeout_s))
-            self._groups.append(group)
+            self._groups.append(dist.ProcessGroupGloo(dist.PrefixStore(way, store), rank, size, options))
+        self._timeout = timedelta(seconds=timeout_s)
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
         arriving = [
             self._groups[self.rank > source].recv([part], source, 0) for part, source in _segments(receives)
         ]
-        return [
-            *arriving,
-            *(self._groups[to > self.rank].send([part], to, 0) for part, to in _segments(sends)),
-        ]
+        leaving = [self._groups[to > self.rank].send([part], to, 0) for part, to in _segments(sends)]
+        return [_Limited(work, self._timeout) for work in (*arriving, *leaving)]
+
+
+class _Limited:
+    """A transfer with a time limit of its own: that of the group is the one of its start."""
+
+    def __init__(self, work: dist.Work, limit: timedelta) -> None:
+        self._work, self._limit = work, limit
+
+    def wait(self) -> None:
+        self._work.wait(self._limit)
 
 
 def _segments(transfers: list[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:

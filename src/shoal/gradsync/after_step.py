@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class InStep:
     """Replicas that take the same step need nothing. Strategies after the step replace what they need."""
 
     traffic: Traffic | None = None  # what this rank has sent to agree, where it is counted
+    figures: Mapping[str, float] = MappingProxyType({})  # what there is to record of the last step
     saves = True  # this replica's state is the run's, and begins with what a checkpoint holds
 
     def start(self, step: int) -> int:

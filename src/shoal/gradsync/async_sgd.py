@@ -215,6 +215,7 @@ class AsyncSgd(InStep):
             if self._failure is not None:
                 raise self._failure
             news, self._news = self._news, {}
+            self.figures = {"staleness": step - min(self._known)}
         self._read(news)
 
     def stopping(self, step: int, *, asked: bool) -> bool:

@@ -15,7 +15,7 @@ def train(job: Job) -> bool:
     Collective over the world.
     """
     step = start = job.sync.start(resume(job))
-    job.metrics.start(start, job.sync.traffic)
+    job.metrics.start(start, job.sync)
     if job.evaluation_pending:
         validate(job, start)
         # Stopped again before it was done; where others have to agree, they do so after some steps.

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.transport import Traffic
+from shoal.gradsync.after_step import InStep
 from shoal.runtime.files import append_json, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
@@ -51,15 +51,16 @@ class Metrics:
             peak_flops=peak_flops(process.device, precision.dtype),
         )
         self.last_loss: float | None = None
-        self._traffic: Traffic | None = None
+        self._sync = InStep()
         self._sent_bytes = 0
 
-    def start(self, step: int, traffic: Traffic | None) -> None:
+    def start(self, step: int, sync: InStep) -> None:
         """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks.
 
-        Each step from here on records what this rank has sent to agree with others, where `traffic` counts.
+        Each step from here on records what this rank has sent to agree with others, where `sync` counts,
+        and what else that has to tell.
         """
-        self._traffic, self._sent_bytes = traffic, traffic.num_bytes if traffic else 0
+        self._sync, self._sent_bytes = sync, sync.traffic.num_bytes if sync.traffic else 0
         if self._process.rank == 0 and self._path.exists():
             kept = [
                 line for line in read_metrics(self._path) if line["step"] <= step and "test_loss" not in line
@@ -89,9 +90,10 @@ class Metrics:
             "seconds": seconds,
             **{f"{name}_s": value for name, value in self._clock.phases.items()},
         }
-        if self._traffic is not None:
-            sent, self._sent_bytes = self._sent_bytes, self._traffic.num_bytes
+        if (traffic := self._sync.traffic) is not None:
+            sent, self._sent_bytes = self._sent_bytes, traffic.num_bytes
             line["sync_bytes"] = self._sent_bytes - sent
+        line |= self._sync.figures
         if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
             line |= self.rates.take()
             line |= self._by_rank(line)
