@@ -110,7 +110,7 @@ def try_as_rank(backend: str, device: str) -> None:
         with mpi_transport.world() as transport:
             _try(_Trials(_OverTransport(transport), transport.rank, torch.device(device)), lambda: None)
         return
-    settings = {"device": device, "backend": backend, "timeout_s": 20, "threads": 1}
+    settings = {"device": device, "backend": backend, "timeout_s": 40, "threads": 1}
     process = join(Runtime.model_validate(settings))
     own = process.device
     _try(_Trials(torch.distributed, process.rank, own.torch_device), own.synchronise)

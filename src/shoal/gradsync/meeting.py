@@ -34,7 +34,7 @@ from shoal.runtime.seat import Island
 
 _POLL_S = 0.01
 _FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still
-_TRANSFER_S = 60.0  # longest wait for one segment of a transfer
+_TRANSFER_S = 30.0  # longest wait for 8 MiB of a transfer: 2.3 Mbit/s is enough
 _MAX_FAILURES = 5  # exchanges that fail one after the other
 T = TypeVar("T")
 Work = Callable[["Record", Transport | None], T]  # no transport: nobody else is there
