@@ -156,6 +156,7 @@ def test_settings_that_a_short_run_needs_are_added():
     assert parse_way("streaming_diloco", 40).settings == streaming
     assert parse_way("onebit", 40).warmup_steps == 4
     assert parse_way("diloco:every=50", 1000).period == 50
+    assert parse_way("async_sgd:staleness=2", 40).period == 0
     assert parse_way("allreduce:algorithm=ring", 40).settings == {"algorithm": "ring"}
 
 

@@ -28,6 +28,11 @@ def test_a_round_now_and_then_is_shared_out_over_its_steps():
     assert found.bytes_a_step == 100
 
 
+def test_where_some_steps_wait_and_others_do_not_all_count_alike():
+    lines = [step(n, 9.0 if n in (6, 9) else 1.0) for n in range(1, 13)]
+    assert measured([*lines, validation(12, 4.0)], period=0).seconds_a_step == 2.6  # and not 1, the median
+
+
 def test_the_loss_after_some_seconds_lies_on_a_line_between_validations():
     lines = [step(1, 2.0, loss=8.0), step(2, 2.0), validation(2, 6.0), step(3, 1.0), step(4, 1.0)]
     found = measured([*lines, validation(4, 5.0)])

@@ -30,12 +30,12 @@ class Measured:
     counted: bool  # else by formula
     curve: list[Point]  # from the first loss, before any training, over all validations
     skip: int  # first steps that do not count
-    period: int = 1  # steps after which all repeats: 1, or those between two agreements
+    period: int = 1  # steps after which all repeats: 1, those between two agreements, or 0 for never
     rounds: list[dict[str, Any]] = field(default_factory=list)  # of replicas that train apart
 
     @property
     def seconds_a_step(self) -> float:
-        """The median over whole periods of a period's mean."""
+        """The median over whole periods of a period's mean; where nothing repeats, the mean."""
         return statistics.median(statistics.fmean(part) for part in self._periods(self.step_s))
 
     @property
@@ -66,7 +66,7 @@ class Measured:
 
     def _periods(self, values: Sequence[float]) -> list[Sequence[float]]:
         counted = values[self.skip :]
-        count = len(counted) // self.period
+        count = len(counted) // self.period if self.period else 0
         return [counted[n * self.period : (n + 1) * self.period] for n in range(count)] or [counted]
 
 
