@@ -59,6 +59,9 @@ def test_weights_moments_and_step_survive_into_any_strategy_and_number_of_worker
     saved = apart(tmp_path, values)[0]
     size = sum(weight.nbytes for weight in saved["weights"].values())
     sent = sum(line.get("sync_bytes", 0) for line in saved["lines"])
+    first, *common = [line["staleness"] for line in saved["lines"] if "loss" in line]
+    assert first <= 1
+    assert common == [0, 0]  # saved after 2, the last one is 3
     assert 2 * size < sent <= 3 * (size + 80)  # three steps; the last answers may be under way still
     state = json.loads((tmp_path / "checkpoints/step-00000003/state.json").read_text())
     assert state["step"] == 3

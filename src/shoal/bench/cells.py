@@ -45,8 +45,9 @@ class Way:
     @property
     def period(self) -> int:
         """Steps after which all repeats; 0: never."""
-        apart = STRATEGIES[self.name].kind == "asynchronous"  # some steps wait, others do not
-        return 0 if apart else int(self.settings.get("every", 1))
+        if STRATEGIES[self.name].kind == "asynchronous":  # some steps wait, others do not
+            return 0
+        return int(self.settings.get("every", 1))
 
     @property
     def is_uncounted(self) -> bool:
