@@ -85,12 +85,15 @@ def with_earlier(cells: Sequence[Facts], about: Facts, path: Path) -> list[Facts
         if other := [key for key in ("machine", "versions", *about) if earlier.get(key) != now[key]]:
             print(f"{path}: another {', '.join(other)}: its {len(earlier['cells'])} trainings are left out")
         else:
-            found = {(cell["workers"], cell["strategy"]): cell for cell in earlier["cells"]}
+            commit = earlier.get("commit") or earlier.get("committed_with")
+            found = {
+                (cell["workers"], cell["strategy"]): {"commit": commit, **cell} for cell in earlier["cells"]
+            }
     for cell in cells:
         trimmed = {key: value for key, value in cell.items() if key not in BY_STEP}
         place = cell["workers"], cell["strategy"]
         if cell["status"] == "done" or found.get(place, {}).get("status") != "done":
-            found[place] = {"date": now["date"], **trimmed}
+            found[place] = {"date": now["date"], "commit": now["commit"], **trimmed}
     return list(found.values())
 
 

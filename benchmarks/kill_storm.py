@@ -11,23 +11,21 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import random
 import re
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from safetensors.numpy import load_file
 
+from benchmarks.record import RECORDS, write_record
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
 from shoal.errors import CheckpointError
 from tests.checkpoint.damage import cut_short, files_of, flip_bit
@@ -281,30 +279,8 @@ def summary(events: list[dict[str, Any]], finished: int, seed: int, took_s: floa
         "rank_kill_to_next_step_s": spread("kill_to_next_step_s", of_ranks),
         "seed": seed,
         "took_s": round(took_s, 1),
-        "source": source(),
         "options": OPTIONS,
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "load_average_at_the_end": [round(load, 1) for load in os.getloadavg()],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "shoal": version("shoal"),
-        },
     }
-
-
-def source() -> str:
-    """Return the commit that the code comes from."""
-    result = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main() -> None:
@@ -312,7 +288,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no strike after this many seconds")
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "kill_storm.json")
+    parser.add_argument("--record", type=Path, default=RECORDS / "kill_storm.json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
         record = storm(
@@ -322,8 +298,7 @@ def main() -> None:
             limit_s=given.limit_s,
             say=lambda line: print(line, flush=True),
         )
-    given.record.parent.mkdir(exist_ok=True)
-    given.record.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(given.record.stem, record, given.record.parent)
     print(json.dumps(record, indent=2))
 
 

@@ -27,7 +27,7 @@ from shoal.bench.pace import (
     shapes_of,
 )
 from shoal.bench.ranks import on_ranks
-from shoal.bench.record import describe
+from shoal.bench.record import begin, describe
 from shoal.comm.cost import Link
 from shoal.config import rules
 from shoal.config.layout import Layout, parse_layout, resolve_layout, settings_of
@@ -99,6 +99,7 @@ def command(config: Config, wish: Wish) -> int:
     """Measure what is not given, print a prediction for each strategy, and say what to use."""
     link = parse_link(wish.link) if wish.link else None
     _check(wish)
+    begin()
     layout = _layout(config, wish)
     with _with_data(config) as prepared:
         shapes = shapes_of(prepared)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.ranks import on_ranks
-from shoal.bench.record import describe
+from shoal.bench.record import begin, describe
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
@@ -157,6 +157,7 @@ def command(
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError(f"{file}: there is no such folder", hint="make it first")
     ask = Ask(tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype)
+    begin()
     rows: list[Row] | None = on_ranks(nproc, transport, measure, ask)
     if rows is None:  # another rank reports
         return 0

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from shoal.bench.cells import Cell, Network, Outcome, parse_way, run
 from shoal.bench.hosts import TwoHosts, why_not
-from shoal.bench.record import describe
+from shoal.bench.record import begin, describe
 from shoal.bench.sizes import parse_rate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError, ShoalError, nearest
@@ -70,6 +70,7 @@ class Ask:
 def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
     """Measure cell by cell; whatever ends this, say what was found so far. Return 1 where a cell failed."""
     check(ask, output, plot)
+    begin()
     outcomes: list[Outcome] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, outcomes, ask, output, plot)

@@ -1,22 +1,66 @@
-"""What every record says beside its figures: the machine, the versions and the moment."""
+"""What every record says beside its figures: commit, machine, load, versions and the moment."""
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from shoal.runtime.device import bf16_is_native, logical_cores, physical_cores, select_device
 
+_HERE = Path(__file__).resolve().parent
+_CODE = ("src", "benchmarks", "tests", "pyproject.toml", "constraints.txt", ":!benchmarks/records")
+
+
+@functools.cache
+def begin() -> tuple[str | None, bool | None, list[float]]:
+    """Return commit, whether the tree is clean, and the load. Call it before the first measurement.
+
+    Later calls return what the first one saw.
+    """
+    return *source(), _load()
+
+
+def source(folder: Path = _HERE) -> tuple[str | None, bool | None]:
+    """Return the commit of the code in `folder`, and whether all code is as committed.
+
+    Both are None where no git repository has that code. Records and pages do not count as code.
+    """
+    try:
+        if not _git(folder, "ls-files", "."):  # an installed Shoal may lie in somebody else's repository
+            return None, None
+        commit, root = _git(folder, "rev-parse", "HEAD", "--show-toplevel")
+        return commit, not _git(Path(root), "status", "--porcelain", "--", *_CODE)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _git(folder: Path, *words: str) -> list[str]:
+    # As root, which two hosts need, git would refuse the repository of another user.
+    command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def _load() -> list[float]:
+    return [round(one, 2) for one in os.getloadavg()]
+
 
 def describe(name: str) -> dict[str, Any]:
-    """Return the head of a record made here and now."""
+    """Return the head of a record of what was measured since `begin`, here and with this code."""
     device = select_device("auto", 0, 1)
+    commit, clean, load = begin()
     return {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "clean": clean and source() == (commit, clean),  # nor was it changed meanwhile
+        "load": {"before": load, "after": _load()},
         "machine": {
             "device": device.name,
             "bf16_in_hardware": bf16_is_native(device.torch_device),
