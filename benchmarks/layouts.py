@@ -1,5 +1,7 @@
 """Tokens/s of two processes under each layout, with plain data parallelism and bare torch as their peers.
 
+Bare torch is timed as it comes, and with what `shoal train` sets in the C library.
+
 On a machine with GPUs: over all of them; with one, sharding by one process, and its offload, beside plain
 training.
 
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.c_library import SET, SETTINGS, apply_here
 from benchmarks.record import RECORDS, write_record
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import write_dataset
@@ -76,6 +79,7 @@ FLOORS = {  # on CPUs, with two processes
     "zero2x2 / dp2": 0.9,
     "zero3x2 / dp2": 0.75,
     "tp2 / bare torch tp2": 1.0,
+    f"tp2 / bare torch tp2{SET}": 1.0,
     "pp2 in small micro-batches / (dp2 x bubble formula)": 0.85,
 }
 
@@ -87,7 +91,7 @@ def layouts_for(device: str, ranks: int) -> list[str]:
         sharded.append(f"zero3x{ranks}{OFFLOAD}")
     if ranks == 1:
         return ["1", *sharded]
-    bare = [BARE] if device == "cpu" else []
+    bare = [BARE, *([BARE + SET] if apply_here() else [])] if device == "cpu" else []
     return [f"dp{ranks}", *sharded, f"tp{ranks}", *bare, f"dp{ranks}{SMALL}", f"pp{ranks}{SMALL}"]
 
 
@@ -146,10 +150,12 @@ def descendants(pid: int) -> list[int]:
 def start(words: str, work: dict[str, Any], data: Path, run: Path) -> Running:
     """Start `shoal train` under a layout, or the loop that cuts a model by hand."""
     run.mkdir()
-    if words == BARE:
+    if words.startswith(BARE):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         command += ["-m", "benchmarks.bare_tensor_parallel", json.dumps(work), str(run / "metrics.jsonl")]
-        return Running(command, run / "metrics.jsonl", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        settings = SETTINGS if words.endswith(SET) else {}
+        return Running(command, run / "metrics.jsonl", environment | settings)
     layout = words.split()[0]
     micro = work[f"{'small_' * words.endswith(SMALL)}micro_batch_size"]
     settings = {f"model.{name}": work[name] for name in ("n_layers", "d_model", "n_heads")}
@@ -210,8 +216,9 @@ def summary(results: dict[str, Any], work: dict[str, Any], ranks: int) -> dict[s
     rate = {words: entry["median_tokens_per_s"] for words, entry in results.items()}
     plain, *others = rate
     told = {f"{words} / {plain}": rate[words] / rate[plain] for words in others if SMALL not in words}
-    if BARE in rate and "tp2" in rate:
-        told["tp2 / bare torch tp2"] = rate["tp2"] / rate[BARE]
+    for bare in (BARE, BARE + SET):
+        if bare in rate and "tp2" in rate:
+            told[f"tp2 / {bare}"] = rate["tp2"] / rate[bare]
     pipeline, peer = f"pp{ranks}{SMALL}", f"dp{ranks}{SMALL}"
     if pipeline in rate and peer in rate:
         micro = work["global_batch_size"] // work["small_micro_batch_size"]
@@ -243,7 +250,13 @@ def main() -> None:
     told = summary(results, work, ranks)
     print(json.dumps(told, indent=2))
     output = wish.output or RECORDS / "layouts.json"
-    figures = {"work": work, "summary": told, "steps": wish.steps, "results": results}
+    figures = {
+        "work": work,
+        "c_library_settings": SETTINGS,
+        "summary": told,
+        "steps": wish.steps,
+        "results": results,
+    }
     write_record(output.stem, figures, output.parent)
     if not (wish.tiny or on_gpus) and (
         missed := [name for name, least in FLOORS.items() if told.get(name, least) < least]

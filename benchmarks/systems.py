@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
+from benchmarks.bare_gpt import Gpt
+from benchmarks.c_library import SET, SETTINGS, WAITING
 from shoal.config.load import validate
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Loader, Windows
@@ -78,11 +80,23 @@ class Cell:
     system: str
     dtype: str
     compiled: bool
+    with_settings: bool = False  # of the C library, see benchmarks.c_library; Shoal has its own
+
+    @property
+    def label(self) -> str:
+        return self.system + SET * self.with_settings
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what the process gets beside this one's own."""
+        own = SETTINGS if self.with_settings else WAITING if self.system == "shoal" else {}
+        threads = self.workload.threads
+        return {**own, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
 
     @property
     def name(self) -> str:
         mode = "compiled" if self.compiled else "eager"
-        return f"{self.workload.name} {self.system} {self.dtype} {mode}"
+        return f"{self.workload.name} {self.label} {self.dtype} {mode}"
 
 
 class Pace:
@@ -258,6 +272,17 @@ def run_litgpt(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device
     run_plain_loop(cell, data, gpt, loss_of, make_pace)
 
 
+def run_bare(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
+    """Run a plain loop over a GPT-2 in bare torch, as short scripts such as nanoGPT's have it."""
+    work = cell.workload
+    gpt = Gpt(work.n_layers, work.d_model, work.n_heads, work.padded_vocab_size, work.seq_len)
+
+    def loss_of(model: nn.Module, tokens_bt: Tensor) -> Tensor:
+        return model(tokens_bt[:, :-1], tokens_bt[:, 1:])
+
+    run_plain_loop(cell, data, gpt, loss_of, make_pace)
+
+
 def run_plain_loop(
     cell: Cell,
     data: Path,
@@ -303,7 +328,8 @@ def batches(work: Workload, data: Path) -> Iterator[Tensor]:
         yield torch.from_numpy(loader.batch(step).data)
 
 
-SYSTEMS = {"shoal": run_shoal, "transformers": run_transformers, "litgpt": run_litgpt}
+SYSTEMS = {"shoal": run_shoal, "transformers": run_transformers, "litgpt": run_litgpt, "bare": run_bare}
+PACKAGES = ("transformers", "litgpt")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Tokens/s of a training step: Shoal beside the loops that people write over transformers and litgpt.
+"""Tokens/s of a training step: Shoal beside the loops that people write over transformers, litgpt and torch.
 
-All systems train on the same batches with AdamW, in a process each. Those of one place of the grid (number
-format; eager or compiled) are up at the same time and take turns, so that all meet the same machine.
+On a CPU each peer is timed as it comes, and with what `shoal train` sets in the C library. All train on the
+same batches with AdamW, in a process each. Those of one place of the grid (number format; eager or compiled)
+are up at the same time and take turns, so that all meet the same machine.
 
     python -m benchmarks.train_step                                the CPU's record (`make bench-train`)
     python -m benchmarks.train_step --suite gpu                    the GPU's (`make gpu-check PART=train`)
@@ -29,8 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import c_library
+from benchmarks.c_library import SET
 from benchmarks.record import RECORDS, write_record
-from benchmarks.systems import SYSTEMS, Cell, Workload
+from benchmarks.systems import PACKAGES, SYSTEMS, Cell, Workload
 from shoal.config.sections import Model
 from shoal.models.counts import flops_per_token
 from shoal.models.shape import resolve_shape
@@ -69,7 +72,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.systems", json.dumps(dataclasses.asdict(cell)), *arguments],
             cwd=ROOT,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **_environment(cell)},
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **cell.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -103,11 +106,6 @@ class Worker:
         """End the process, whatever it does."""
         self._process.kill()
         self._process.communicate()
-
-
-def _environment(cell: Cell) -> dict[str, str]:
-    threads = cell.workload.threads
-    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
 
 def measure(
@@ -159,6 +157,7 @@ def _entry(cell: Cell) -> dict[str, Any]:
         "system": cell.system,
         "dtype": cell.dtype,
         "compiled": cell.compiled,
+        "with_settings": cell.with_settings,
         "tokens_per_s": [],
         "step_s": [],
     }
@@ -199,14 +198,13 @@ def _add_phases(entry: dict[str, Any], worker: Worker) -> None:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare each system at its own best: rates, ratio to the fastest peer, the aim where there is one."""
+    """Compare each system at its own best, peers as they come and with settings, and add the aim."""
     told = {}
     for workload in dict.fromkeys(entry["workload"] for entry in results):
         ran = [entry for entry in results if entry["workload"] == workload and entry["tokens_per_s"]]
         best: dict[str, dict[str, Any]] = {}
         for entry in sorted(ran, key=lambda entry: entry["median_tokens_per_s"]):
-            best[entry["system"]] = entry
-        peers = {name: entry for name, entry in best.items() if name != "shoal"}
+            best[entry["system"] + SET * entry["with_settings"]] = entry
         line: dict[str, Any] = {
             name: {
                 key: entry.get(key)
@@ -214,10 +212,12 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
             }
             for name, entry in best.items()
         }
-        if "shoal" in best and peers:
-            fastest = max(peers, key=lambda name: peers[name]["median_tokens_per_s"])
-            ratio = best["shoal"]["median_tokens_per_s"] / peers[fastest]["median_tokens_per_s"]
-            line |= {"fastest_peer": fastest, "ratio_to_fastest_peer": round(ratio, 4)}
+        for with_settings, key in ((False, ""), (True, "_with_settings")):
+            peers = [name for name in best if name != "shoal" and name.endswith(SET) == with_settings]
+            if "shoal" in best and peers:
+                fastest = max(peers, key=lambda name: best[name]["median_tokens_per_s"])
+                ratio = best["shoal"]["median_tokens_per_s"] / best[fastest]["median_tokens_per_s"]
+                line |= {f"fastest_peer{key}": fastest, f"ratio_to_fastest_peer{key}": round(ratio, 4)}
         if workload in AIMS:
             line["aim_tokens_per_s"] = AIMS[workload]
         told[workload] = line
@@ -242,7 +242,12 @@ def run_grid(
     for compiled in {"both": (True, False), "eager": (False,), "compiled": (True,)}[wish.modes]:
         for work in workloads:
             for dtype in wish.dtypes or dtypes(wish.suite, work):
-                cells = [Cell(work, system, dtype, compiled) for system in systems]
+                ways = (False, True) if work.device == "cpu" and c_library.apply_here() else (False,)
+                cells = [
+                    Cell(work, system, dtype, compiled, with_settings)
+                    for system in systems
+                    for with_settings in (ways if system != "shoal" else (False,))
+                ]
                 if time.monotonic() > deadline:
                     left_out += [cell.name for cell in cells]
                     continue
@@ -276,7 +281,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     wish = arguments()
-    absent = [name for name in wish.systems if importlib.util.find_spec(name) is None]
+    absent = [name for name in wish.systems if name in PACKAGES and importlib.util.find_spec(name) is None]
     for name in absent:
         print(f"{name} is not installed: left out", flush=True)
     systems = [name for name in wish.systems if name not in absent]
@@ -289,15 +294,19 @@ def main() -> None:
         "absent": absent,
         "left_out_by_time": left_out,
         "settings": {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup},
-        "peer_versions": {name: version(name) for name in systems if name != "shoal"},
+        "peer_versions": {name: version(name) for name in systems if name in PACKAGES},
+        "c_library_settings": c_library.SETTINGS,
         "workloads": [dataclasses.asdict(work) for work in workloads],
         "results": results,
     }
     output = wish.output or RECORDS / f"{wish.suite}_train.json"
     write_record(output.stem, figures, output.parent)
     print(json.dumps(told, indent=2))
+    ratios = ("ratio_to_fastest_peer", "ratio_to_fastest_peer_with_settings")
     behind = [
-        name for name, line in told.items() if "shoal" not in line or line.get("ratio_to_fastest_peer", 1) < 1
+        name
+        for name, line in told.items()
+        if "shoal" not in line or min(line.get(ratio, 1) for ratio in ratios) < 1
     ]
     if behind and not wish.tiny:
         sys.exit(f"error: shoal is slower than a peer, or did not run, on {', '.join(behind)}")
