@@ -3,7 +3,7 @@
 #   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
 #   ARGS="-k resume -x"    passed on to pytest, or to the benchmark; ARGS="-n 4 --dist loadfile" tests four
 #                          files at a time, where there are eight cores or more: most start several processes
-#   PART=train             what gpu-check checks
+#   PART=train             what gpu-check checks; PART="hook layouts": which records bench renews
 #   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -17,7 +17,7 @@ READY := .venv/.ready
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
-.PHONY: help setup demo test proof check bench-train gpu-check wheels clean
+.PHONY: help setup demo test proof check bench bench-train gpu-check wheels clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -51,7 +51,10 @@ check: setup ## format, lint, types, architecture, size
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python tools/lines.py
 
-bench-train: setup ## training speed beside transformers and litgpt on this CPU (7 minutes)
+bench: setup ## renew the records of benchmarks that are stale, or those of PART="hook layouts"; says first how long
+	$(BIN)/python -m tools.records --run $(PART) $(ARGS)
+
+bench-train: setup ## training speed beside transformers, litgpt and bare torch on this CPU (20 minutes)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
 
 gpu-check: ## GPU tests and training speed with PYTHON as it is, no setup: make gpu-check PART=train (10 minutes)
