@@ -1,0 +1,440 @@
+"""Measured figures in README, CHANGELOG and docs: the sentence of each, and its place in a record.
+
+    python -m tools.figures              where pages and records differ, and figures that no record covers
+    python -m tools.figures --write      put the figures of the records into the pages
+
+For a new figure, yield page and sentence in `claims`, with `v(value, format)` where the figure stands.
+What looks like one but is a setting, a limit or a formula goes into FACTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tools.records import FOLDER, ROOT, STRATEGIES
+
+EXEMPT = ("LOG.md",)  # a lab book of its own figures
+OPEN, CLOSE = "\x02", "\x03"
+ABSENT = "(no record yet)"
+VALUE = r"(\(no record yet\)|[^|;`]{1,60}?)"
+
+NUMBER = r"(?<![\w./^\-])\d[\d,]*(?:\.\d+)?"
+UNIT = r" ?%| (?:tokens/s|[KMG]i?B(?:/s)?|ms|us|s|seconds|minutes|times)\b"
+FIGURE = re.compile(
+    rf"{NUMBER}(?:{UNIT})"
+    r"|(?<!torch )(?<!Python )(?<![\w./^\-])\d+\.\d+(?!\d*[.\w])"
+    r"|(?<![\w.])\d+(?:\.\d+)?e-\d+"
+)
+CODE = re.compile(r"```.*?```|(?m:^ {4}(?! *[|-]).*$)|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
+
+# Settings, limits that tests hold, sizes of inputs, formulas and counts: text that is no measurement.
+FACTS: dict[str, tuple[str, ...]] = {
+    "README.md": ("torch (2.11 or newer)",),
+    "CHANGELOG.md": ("more than 10 s", "30 s for 8 MiB", "limit of 10 s"),
+    "docs/benchmarks.md": (
+        "of 1 GB", "1.5 billion", "needs 14 GB", "of 64 MB", "1 KB to 256 MB", "within 10 minutes",
+        "180,000 tokens/s", "for 64 MB", "reaches 0.9", "(10 minutes)", "57 MB", "8.4 MB", "4.3 MB",
+        "rate of 0.05", "momentum of 0.9", "Marks: 1.01", "1.02 for", "5 % of the values", "2e-3", "1e-3",
+        "4e-3", "20 times fewer", "0.9 H times", "0.9 of the tokens/s",
+    ),
+    "docs/distributed.md": ("64 MB",),
+    "docs/failures.md": ("after 15 s", "300 s"),
+    "docs/gradsync.md": (
+        "25 times fewer", "64 % through", "20 times as long", "1.5 S", "0.7 | 0.9", "momentum of 0.9",
+        "alpha of 0.5", "heard for 10 s", "8 MiB take longer than 30 s", "1.2 times the fastest",
+    ),
+    "docs/interop.md": ("5e-6", "1e-5", "at most 1 GiB", "64 MiB", "before\n1.6"),
+    "docs/layouts.md": ("Bytes are 4 times", "1e-5 of", "2e-6\nof", "1e-2 of", "(0.50:"),
+    "docs/models.md": ("0.8 M", "1.56 B", "8.3 B", "1.18 B (1.10 B", "N(0, 0.02)", "N(0, 0.02 /"),
+    "docs/prepare.md": (
+        "12 MB, offline", "(5 %)", "may take 16 GiB", "sample of 32 MB", "more than 5 %",
+        "50 times its size", "1 to 16 MB", "file of 1 GB", "50 MB took", "memory 17 times",
+    ),
+    "docs/serve.md": ("256 KiB", "10 s for a request", "30 s in which", "(95 %)"),
+    "docs/several-machines.md": ("within 30 s",),
+    "docs/training.md": ("2e-6", "1e-5", "1.6e13", "8e15", "20 s of compilation", "gets 30 s"),
+}  # fmt: skip
+
+
+def v(value: Any, form: str = "") -> str:
+    """Mark a figure of a claim; None is a record that is not there yet."""
+    return OPEN + (ABSENT if value is None else format(value, form)) + CLOSE
+
+
+@functools.cache
+def read(name: str) -> dict[str, Any]:
+    """Return a record."""
+    record: dict[str, Any] = json.loads((ROOT / FOLDER / f"{name}.json").read_text())
+    return record
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """Yield each page with a sentence of it, its figures from records."""
+    for part in (
+        of_training,
+        of_layouts,
+        of_serving,
+        of_data,
+        of_strategies,
+        of_advice,
+        of_grid,
+        of_link,
+        of_losses,
+    ):
+        yield from part()
+
+
+def of_training() -> Iterator[tuple[str, str]]:
+    cpu = read("cpu_train")
+    line = cpu["summary"]["cpu-30m"]
+    yield (
+        "docs/benchmarks.md",
+        f"On two cores ({v(cpu['machine']['device'].removeprefix('CPU (').removesuffix(')'))}) Shoal makes "
+        f"{v(line['ratio_to_fastest_peer'], '.2f')} times the tokens/s of the fastest peer as it comes "
+        f"({v(line['fastest_peer'])}), and {v(line.get('ratio_to_fastest_peer_with_settings'), '.2f')} "
+        f"times those of",
+    )
+    best = line["shoal"]["dtype"]
+    rates = {
+        e["compiled"]: e["median_tokens_per_s"]
+        for e in cpu["results"]
+        if e["system"] == "shoal" and e["dtype"] == best
+    }
+    yield (
+        "docs/training.md",
+        f"6 layers x 384 on two threads made {v(rates[True] / rates[False], '.2f')} times the tokens/s "
+        f"of the blocks as "
+        f"written, in {v(best)} ([record]",
+    )
+    peaks = {name: size / 1e9 for name, size in read("memory")["recompute_peak_bytes"].items()}
+    for name, kept in (("none", "everything"), ("selective", "computed again"), ("full", "layers")):
+        yield "docs/training.md", f"{kept} | {v(peaks[name], '.1f')} GB |"
+    yield (
+        "CHANGELOG.md",
+        f"`full` keeps {v(peaks['full'], '.1f')} GB of gpt2-medium for the backward pass in place of "
+        f"{v(peaks['none'], '.1f')}",
+    )
+    split = read("time_split")
+    yield (
+        "docs/training.md",
+        f"the timing cost {v(100 * split['tiny']['cost_of_wall_time'], '.1f')} % of the tokens/s of "
+        f"steps of "
+        f"{v(split['tiny']['processor_ms']['off'], '.0f')} ms, less than the noise of that "
+        f"measurement, and nothing that could "
+        f"be measured of steps of {v(split['small']['processor_ms']['on'], '.0f')} ms",
+    )
+    yield (
+        "CHANGELOG.md",
+        f"it takes at most {v(max(read('recovery')['seconds_from_kill_to_next_step']), '.2f')} s on "
+        f"two cores",
+    )
+
+
+def of_layouts() -> Iterator[tuple[str, str]]:
+    told = read("layouts")["summary"]
+    yield (
+        "docs/benchmarks.md",
+        f"`tp2` makes {v(told['tp2 / bare torch tp2'], '.2f')} times the tokens/s of the cut in bare "
+        f"torch as it comes, and "
+        f"{v(told.get('tp2 / bare torch tp2 with C library settings'), '.2f')} times those with the "
+        f"settings",
+    )
+    gpt2, llama = (run["seconds"] for run in read("parity")["runs"])
+    yield "docs/layouts.md", f"took {v(gpt2, '.0f')} s for `tiny` and {v(llama, '.0f')} s for `tiny-llama`"
+    runs = [run["largest"] for run in read("parity_matrix")["runs"]]
+    losses = max(max(run["loss"], run["norm"]) for run in runs)
+    gradients = max(run["gradient"] for run in runs)
+    yield (
+        "docs/layouts.md",
+        f"by at most {v(losses, '.1e')} in losses and norms and {v(gradients, '.1e')} in gradients",
+    )
+    speed = read("collectives")["ranks"]["2"]["speed_of_backend"]["chunked_ring"]
+    yield "docs/distributed.md", f"the ring in chunks has {v(speed, '.2f')} times the speed of gloo's own"
+
+
+def of_serving() -> Iterator[tuple[str, str]]:
+    generate = read("generate")
+    for shape, name in (
+        ("tiny", "4 x 128, 1,000 ids"),
+        ("small", "6 x 384, 50,257 ids"),
+        ("gpt2", "12 x 768, 50,257 ids"),
+    ):
+        one, eight = (generate[shape][f"{count} sequences"] for count in (1, 8))
+        unit = " tokens/s" * (shape == "tiny")
+        cells = [
+            f"{v(some['tokens_per_s']['shoal'], ',.0f')}{unit} | "
+            f"{v(some['ratio_to_transformers_at_its_best'], '.2f')}"
+            for some in (one, eight)
+        ]
+        yield (
+            "docs/generate.md",
+            f"| {name} | {' | '.join(cells)} | {v(generate[shape]['eight_beside_one'], '.2f')} |",
+        )
+    few, many = read("serve")["clients_8"], read("serve")["clients_64"]
+    turns = sorted(turn["tokens_per_s"] for turn in few["turns"])
+    alone = sorted(few["generate_tokens_per_s"])
+    yield (
+        "docs/serve.md",
+        f"8 clients at a time get {v(few['ratio_to_generate'], '.2f')} of the tokens/s that `shoal "
+        f"generate` makes with a batch "
+        f"of 8 beside it, in turns ({v(turns[len(turns) // 2], '.0f')} against "
+        f"{v(alone[len(alone) // 2], '.0f')} a second).",
+    )
+    yield (
+        "docs/serve.md",
+        f"16 rows: {v(many['tokens_per_s'], '.0f')} tokens/s, {v(many['requests'])} answers, none lost "
+        f"or cut, each the text that "
+        "`generate` writes for its prompt; the first token after "
+        f"{v(many['first_token_s']['p50'], '.1f')} s (median) and "
+        f"{v(many['first_token_s']['p95'], '.1f')} s (95 %)",
+    )
+
+
+def of_data() -> Iterator[tuple[str, str]]:
+    tokenise = read("tokenise")
+    yield (
+        "docs/prepare.md",
+        f"takes a BPE of 32,000 ids at {v(tokenise['median_megabytes_per_s'], '.1f')} MB/s, "
+        f"{v(tokenise['ratio_to_tokenizers'], '.1f')} times as fast as the tokenizers library encodes; "
+        f"with a BPE to train "
+        f"first, 50 MB took {v(tokenise['training_of_the_bpe_on_50_megabytes']['seconds'], '.0f')} s. "
+        f"Memory does not grow with "
+        f"the corpus: that gigabyte took {v(tokenise['peak_bytes'] / 1e9, '.2f')} GB",
+    )
+
+
+def of_strategies() -> Iterator[tuple[str, str]]:
+    behind = {one["what"]: 100 * (one["value"] - 1) for one in read("gradsync_convergence")["verdicts"]}
+    yield (
+        "docs/gradsync.md",
+        f"the sum is kept as well: {v(behind['loss of onebit x2'], '.1f')} % behind all-reduce after "
+        f"1,000 steps. So does `topk`, "
+        "where a value that waited for 20 steps would come at once, 20 times as long: "
+        f"{v(behind['loss of topk x2'], '.1f')} %.",
+    )
+
+
+def of_advice() -> Iterator[tuple[str, str]]:
+    links = {one["link"]: one for one in read("advise")["links"]}
+    fast, middle, slow = (
+        v(links[name]["rank_correlation"], ".3f") for name in ("1gbit", "200mbit", "50mbit")
+    )
+    yield (
+        "docs/gradsync.md",
+        f"rank correlation {fast} with 1 Gbit/s, {middle} with 200 Mbit/s, {slow} with 50",
+    )
+    worst = max(
+        links["50mbit"]["strategies"], key=lambda one: abs(one["predicted"]["step_s"] / one["measured_s"] - 1)
+    )
+    yield (
+        "docs/gradsync.md",
+        f"Farthest off was `{v(worst['strategy'])}` with 50 Mbit/s, "
+        f"{v(worst['predicted']['step_s'], '.2f')} s for "
+        f"{v(worst['measured_s'], '.2f')}.",
+    )
+    (late,) = (one["measured_s"] for one in links["200mbit"]["strategies"] if one["strategy"] == "async_sgd")
+    yield "CHANGELOG.md", f"with 200 Mbit/s {v(late, '.2f')} s a step"
+
+
+def speeds(name: str) -> dict[tuple[str, int, str], float]:
+    """Return each cell's speed beside all-reduce, by network, workers and strategy."""
+    seconds = {
+        (c["network"], c["workers"], c["strategy"]): c["seconds_a_step"]
+        for c in read(name)["cells"]
+        if c["status"] == "done"
+    }
+    return {key: seconds[(*key[:2], "allreduce")] / taken for key, taken in seconds.items()}
+
+
+def of_grid() -> Iterator[tuple[str, str]]:
+    near, far = speeds("gradsync_grid"), speeds("gradsync_grid_1gbit")
+    yield (
+        "docs/benchmarks.md",
+        f"`onebit` has {v(near['fcn-r', 2, 'onebit'], '.2f')} times the speed of all-reduce, `topk` "
+        f"{v(near['fcn-r', 2, 'topk'], '.2f')}, with the GPT (1M) {v(near['gpt', 2, 'onebit'], '.2f')} and "
+        f"{v(near['gpt', 2, 'topk'], '.2f')}.",
+    )
+    owners, apart = (
+        [speed for (_, workers, name), speed in near.items() if workers > 1 and name in names]
+        for names in (("central_parallel", "device_sharded", "tree_update"), ("diloco",))
+    )
+    yield (
+        "docs/benchmarks.md",
+        f"it is as fast as all-reduce there, {v(min(owners), '.2f')} to {v(max(owners), '.2f')}, `diloco` "
+        f"{v(min(apart), '.2f')} to {v(max(apart), '.2f')}.",
+    )
+    ways = STRATEGIES.split(" ")[1:]
+    for network, name in (("fcn-r", "FCN-R, 57 MB a step"), ("lstm", "LSTM, 8.4 MB"), ("gpt", "GPT, 4.3 MB")):
+        yield (
+            "docs/benchmarks.md",
+            f"| {name} | {' | '.join(v(far[network, 2, way], '.2f') for way in ways)} |",
+        )
+    (late,) = (
+        cell["curve"]
+        for cell in read("gradsync_grid")["cells"]
+        if (cell["network"], cell["workers"], cell["strategy"]) == ("fcn-r", 2, "async_sgd")
+    )
+    yield (
+        "docs/benchmarks.md",
+        f"where it begins at {v(late[0]['loss'], '.1f')}, its loss is {v(late[-1]['loss'], '.1f')} at "
+        f"the end",
+    )
+
+
+def of_link() -> Iterator[tuple[str, str]]:
+    record = read("gradsync_link")
+    marks = {one["what"]: one["value"] for one in record["verdicts"]}
+    taken = {
+        (c["strategy"], c["layout"]): c["seconds_a_step"] for c in record["cells"] if c["link"] == "100mbit"
+    }
+    ring, sharded = "allreduce:algorithm=chunked_ring", "dp2*zero2x2"
+    hosts = {
+        c["strategy"]: c["seconds_a_step"]
+        for c in record["cells"]
+        if c["link"] == "hosts" and not c["layout"]
+    }
+    yield "docs/benchmarks.md", f"| ring in chunks | 1 | {v(taken[ring, ''], '.3f')} | |"
+    yield (
+        "docs/benchmarks.md",
+        f"| `onebit` | {v(marks['bytes saved by onebit'], '.1f')} | {v(taken['onebit', ''], '.3f')} | |",
+    )
+    for name in ("diloco", "streaming_diloco", "block_momentum"):
+        word = f"{name}:every=100"
+        yield (
+            "docs/benchmarks.md",
+            f"| `{name}`, H of 100 | {v(marks[f'bytes saved by {word}'], '.0f')} | "
+            f"{v(taken[word, ''], '.3f')} | "
+            f"{v(hosts[word] / taken[word, ''], '.3f')} |",
+        )
+    yield (
+        "docs/benchmarks.md",
+        f"| `{sharded}`: ring in chunks across | 1 | {v(taken[ring, sharded], '.3f')} | |",
+    )
+    word = f"diloco:every=100 {sharded}"
+    yield (
+        "docs/benchmarks.md",
+        f"| `{sharded}`: `diloco` across, H of 100 | {v(marks[f'bytes saved by {word}'], '.0f')} | "
+        f"{v(taken['diloco:every=100', sharded], '.3f')} | "
+        f"{v(marks[f'speed of {word}, of that without a limit'], '.3f')} |",
+    )
+
+
+def of_losses() -> Iterator[tuple[str, str]]:
+    record = read("gradsync_convergence")
+    found = {one["what"].removeprefix("loss of "): one for one in record["verdicts"]}
+
+    def cell(words: list[str], workers: int) -> str:
+        told = (found.get(f"{word} x{workers}") for word in words)
+        return "; ".join(
+            v(("{:.3f}" if one["holds"] else "**{:.3f}**").format(one["value"])) for one in told if one
+        )
+
+    losses = {c["workers"]: c["curve"][-1]["loss"] for c in record["cells"] if c["strategy"] == "allreduce"}
+    yield (
+        "docs/benchmarks.md",
+        f"| all-reduce, the loss itself | {v(losses[2], '.3f')} | {v(losses[4], '.3f')} |",
+    )
+    rows = {
+        "`int8`": ["int8"],
+        "`onebit`; with 200 exact steps, not 100": ["onebit", "onebit:warmup_steps=200"],
+        "`topk`, 5 % of the values": ["topk"],
+        "`powersgd` of rank 32; of rank 4": ["powersgd:rank=32", "powersgd"],
+        "`diloco`, H of 50; of 100": ["diloco:every=50", "diloco:every=100"],
+        "`block_momentum`, H of 50; of 100": ["block_momentum:every=50", "block_momentum:every=100"],
+        "`streaming_diloco`, 2 fragments, H of 50; of 100": [
+            "streaming_diloco:every=50",
+            "streaming_diloco:every=100",
+        ],
+    }
+    for name, words in rows.items():
+        yield "docs/benchmarks.md", f"| {name} | {cell(words, 2)} | {cell(words, 4)} |"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A figure of a claim where a page has it."""
+
+    page: str
+    begin: int
+    end: int
+    said: str
+    wanted: str
+
+
+def locate(page: str, claim: str, text: str) -> list[Found] | str:
+    """Return where a page has the figures of a claim, or what is wrong with its sentence."""
+    parts = re.split(f"{OPEN}([^{CLOSE}]*){CLOSE}", claim)
+    pattern = VALUE.join(r"\s+".join(map(re.escape, re.split(r"\s+", words))) for words in parts[::2])
+    matches = list(re.finditer(rf"{pattern}(?!\.?\w)", text))
+    if len(matches) != 1:
+        said = " ".join(re.sub(f"[{OPEN}{CLOSE}]", "", claim).split())
+        return f"{page}: {len(matches)} times this sentence, whatever its figures: {said}"
+    (match,) = matches
+    return [Found(page, *match.span(n + 1), match[n + 1], wanted) for n, wanted in enumerate(parts[1::2])]
+
+
+def pages() -> dict[str, str]:
+    """Return the pages whose figures need a record, by name."""
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files if file.name not in EXEMPT}
+
+
+def uncovered(page: str, text: str, found: list[Found]) -> list[str]:
+    """Name the figures of a page that are neither in a claim nor facts, and the facts that it has no more."""
+    spans = [(one.begin, one.end) for one in found]
+    complaints = []
+    for fact in FACTS.get(page, ()):
+        places = [match.span() for match in re.finditer(re.escape(fact), text)]
+        spans += places
+        if not places:
+            complaints.append(f"{page}: FACTS names {fact!r}, which the page does not say")
+    prose = CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    for match in FIGURE.finditer(prose):
+        if not any(begin < match.end() and match.start() < end for begin, end in spans):
+            line = text.count("\n", 0, match.start()) + 1
+            complaints.append(f"{page}:{line}: {match[0]!r} has no record: add a claim, or name it in FACTS")
+    return complaints
+
+
+def check(write: bool = False) -> list[str]:
+    """Return what is wrong; with `write` put the figures of the records into the pages first."""
+    texts, complaints = pages(), []
+    located: dict[str, list[Found]] = {page: [] for page in texts}
+    for page, claim in claims():
+        match locate(page, claim, texts[page]):
+            case str(complaint):
+                complaints.append(complaint)
+            case found:
+                located[page] += found
+    for page, found in located.items():
+        complaints += uncovered(page, texts[page], found)
+        for one in sorted(found, key=lambda one: one.begin, reverse=True):
+            if one.said == one.wanted:
+                continue
+            line = texts[page].count("\n", 0, one.begin) + 1
+            if write:
+                texts[page] = texts[page][: one.begin] + one.wanted + texts[page][one.end :]
+                (ROOT / page).write_text(texts[page])
+                print(f"{page}:{line}: {one.said} is now {one.wanted}")
+            else:
+                complaints.append(f"{page}:{line}: says {one.said!r}, the record {one.wanted!r}")
+    return complaints
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    complaints = check(parser.parse_args().write)
+    print("\n".join(complaints) or "all figures are those of the records")
+    return int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
