@@ -1,4 +1,4 @@
-"""Where tensors lie when weights, or the host's own numbers, are not where a model computes; meta plays the GPU."""
+"""Where tensors lie when weights or numbers of the host are not where a model computes; meta is the GPU."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

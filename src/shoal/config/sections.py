@@ -100,7 +100,7 @@ class Train(Section):
     """Layers in each chunk of recompute = full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation.
-    A decoder's loss is always compiled on a GPU: as separate kernels it would read and write it many times."""
+    A decoder's loss is always compiled on a GPU, where its separate steps would each read all logits."""
     deterministic: bool = False
     """Only GPU kernels that give the same bits in every run: attention's usual backward adds in any order."""
 
