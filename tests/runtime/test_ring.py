@@ -300,3 +300,14 @@ def test_a_rank_whose_gpu_waits_is_one_that_waits_although_its_program_goes_on(v
 def test_a_wait_on_the_host_is_over_when_it_returns(view, stream):
     dist.all_reduce(torch.ones(2))
     assert not view().waiting
+
+
+def test_a_gpu_that_fails_ends_the_recording_and_is_not_taken_for_a_hang(tmp_path, caplog):
+    ring = Ring(tmp_path, 0)
+
+    def broken():
+        raise RuntimeError("device-side assert")
+
+    ring.wait_until(broken)
+    view = view_of(tmp_path, 0)
+    assert (view.phase, view.waiting) == (UNRECORDED, False)

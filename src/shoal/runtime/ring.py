@@ -176,6 +176,7 @@ class Ring:
     def give_up(self, error: Exception) -> None:
         """Record no more; nobody may take the silence for a hang."""
         self.given_up = True
+        self._not_reached.clear()  # a broken GPU is asked no more
         with contextlib.suppress(Exception):
             self.phase = UNRECORDED
             self._beat()
