@@ -70,7 +70,8 @@ def compute_reproducibly(on: bool) -> None:
     if on != torch.are_deterministic_algorithms_enabled():  # which loads the compiler
         torch.use_deterministic_algorithms(on)
     if on:
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and costs time
+        # It finds errors, and costs time.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS lets streams share memory
 
 
