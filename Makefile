@@ -3,7 +3,8 @@
 #   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
 #   ARGS="-k resume -x"    passed on to pytest, or to the benchmark; ARGS="-n 4 --dist loadfile" tests four
 #                          files at a time, where there are eight cores or more: most start several processes
-#   PART=train             what gpu-check checks; PART="hook layouts": which records bench renews
+#   PART=train             what gpu-check does: train-tests, train, layouts-tests, layouts, bench-tests, bench or plan;
+#                          PART="hook layouts": which records bench renews
 #   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -57,7 +58,7 @@ bench: setup ## renew the records of benchmarks that are stale, or those of PART
 bench-train: setup ## training speed beside transformers, litgpt and bare torch on this CPU (20 minutes)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
 
-gpu-check: ## GPU tests and training speed with PYTHON as it is, no setup: make gpu-check PART=train (10 minutes)
+gpu-check: ## GPU tests (PART=train-tests), then speed (PART=train), with PYTHON as it is; docs/gpu.md (10 minutes each)
 	@PYTHONPATH=src:$$PYTHONPATH "$(PYTHON)" -m benchmarks.gpu_check --part "$(PART)" $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 wheels: setup ## download into wheels/ what gpu-check needs beside torch on a machine without a network

@@ -1,42 +1,47 @@
-"""Check Shoal on a CUDA machine: run the GPU tests, time the part, write a record; under 10 minutes a part.
+"""Check Shoal on a CUDA machine: run GPU tests, or time something and write a record; 10 minutes a part.
 
-    make gpu-check PART=train [WHEELS=folder] [PYTHON=python3.12]
+    make gpu-check PART=train-tests [WHEELS=folder] [PYTHON=python3.12]
+    make gpu-check PART=train
 
 Uses the Python it is started with and needs no network and no installation: what that Python lacks comes from
-a folder of wheels (`make wheels` fills one), unpacked into a temporary folder.
+a folder of wheels (`make wheels` fills one), unpacked into a temporary folder. A record is written after each
+measurement, so that one that is cut off holds what there was.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("numpy", "pydantic", "cyclopts", "xxhash", "tokenizers", "safetensors", "pytest", "pytest_timeout")
 PROBE = f"""
-import importlib.util, json, sys
+import importlib.metadata, importlib.util, json, sys
 missing = [name for name in {MODULES!r} if importlib.util.find_spec(name) is None]
+held = list(importlib.metadata.distributions())
+versions = {{entry.name: entry.version for entry in reversed(held)}}  # the first of a name is imported
 if importlib.util.find_spec("torch") is None:
-    print(json.dumps(dict(torch=None, devices=0, missing=missing)))
+    print(json.dumps(dict(torch=None, devices=0, missing=missing, versions=versions)))
     sys.exit()
 import torch
-print(json.dumps(dict(torch=torch.__version__, devices=torch.cuda.device_count(), missing=missing)))
+versions["torch"] = torch.__version__
+found = dict(torch=torch.__version__, devices=torch.cuda.device_count(), missing=missing, versions=versions)
+print(json.dumps(found))
 """
-OLDEST_TORCH = (2, 11)
 BUDGET_S = 570.0  # of a part
-TESTS_S = 240.0  # of it for the tests, at most
-GRACE_S = 110.0  # left for the measurement that has begun when the timing begins nothing more
+GRACE_S = 110.0  # of it for the measurement that has begun when the timing begins nothing more
+END_S = 10.0  # for what is ended to end its own processes
 
 
 def refuse(message: str, hint: str) -> None:
@@ -45,18 +50,52 @@ def refuse(message: str, hint: str) -> None:
 
 
 def install_missing(wheels: Path, site: Path) -> None:
-    """Unpack into `site` the wheels of what this Python lacks; what it has stays as it is."""
-    held = {_canonical(entry.name) for entry in importlib.metadata.distributions() if entry.name}
+    """Unpack into `site` the wheels of what this Python lacks or has too old; the rest stays as it is."""
+    held = {
+        _canonical(entry.name): entry.version for entry in importlib.metadata.distributions() if entry.name
+    }
     found = sorted(wheels.glob("*.whl"))
     if not found:
         refuse(f"{wheels} holds no wheels", "fill it with `make wheels` on a machine with a network")
-    wanted = [wheel for wheel in found if _canonical(wheel.name.split("-")[0]) not in held]
+    oldest = requirements()
+    carried = {_canonical(wheel.name.split("-")[0]): wheel.name.split("-")[1] for wheel in found}
+    refuse_older(str(wheels), carried, "fill it anew with `make wheels`")
+    wanted = [
+        wheel
+        for wheel, name in zip(found, (_canonical(wheel.name.split("-")[0]) for wheel in found), strict=True)
+        if name not in held or _older(held[name], oldest.get(name, "0"))
+    ]
     if wanted:
         print(f"from {wheels}: {', '.join(wheel.name.split('-')[0] for wheel in wanted)}", flush=True)
         quiet = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--root-user-action=ignore"]
         command = [sys.executable, "-m", "pip", "install", *quiet, "--target", str(site), *map(str, wanted)]
         if subprocess.run(command, check=False).returncode:
             refuse(f"pip could not install from {wheels}", "its own words are above; is it for this Python?")
+
+
+def requirements() -> dict[str, str]:
+    """Return the oldest version that pyproject.toml takes of each package that Shoal or a GPU test needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tests = [line for line in project["optional-dependencies"]["test"] if line.startswith("pytest")]
+    lines = [re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in (*project["dependencies"], *tests)]
+    return {_canonical(line[1]): line[2] for line in lines if line}
+
+
+def refuse_older(where: str, versions: dict[str, str], hint: str) -> None:
+    """Refuse versions that are older than what pyproject.toml asks for."""
+    known = {_canonical(name): version for name, version in versions.items()}
+    for name, least in requirements().items():
+        if name in known and _older(known[name], least):
+            refuse(f"{where} has {name} {known[name]}, and Shoal needs {least} or newer", hint)
+
+
+def _older(version: str, least: str) -> bool:
+    ours, theirs = (
+        [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", text)[0])]
+        for text in (version, least)
+    )
+    width = max(len(ours), len(theirs))
+    return ours + [0] * (width - len(ours)) < theirs + [0] * (width - len(theirs))
 
 
 def _canonical(name: str) -> str:
@@ -86,8 +125,7 @@ def check_python(environment: dict[str, str], device: str) -> int:
     seen = json.loads(probe.stdout)
     if seen["torch"] is None:
         refuse(f"{sys.executable} has no torch", "name a Python that has it: make gpu-check PYTHON=...")
-    if tuple(map(int, seen["torch"].split(".")[:2])) < OLDEST_TORCH:
-        refuse(f"torch {seen['torch']} is too old", "Shoal needs 2.11 or newer")
+    refuse_older(sys.executable, seen["versions"], "install a newer one there, or carry it: WHEELS=wheels")
     if seen["missing"]:
         refuse(
             f"{sys.executable} lacks {', '.join(seen['missing'])}",
@@ -98,30 +136,22 @@ def check_python(environment: dict[str, str], device: str) -> int:
     return int(seen["devices"])
 
 
-@dataclass(frozen=True)
-class Part:
-    """GPU tests, and the words after `python -m` that time it: of wishes, seconds left and a free folder."""
-
-    tests: tuple[str, ...]
-    timing: Callable[[argparse.Namespace, float, Path], list[str]]
-
-
-def time_training(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+def time_training(wish: argparse.Namespace, folder: Path) -> list[str]:
     """Training speed beside transformers."""
     words = ["benchmarks.train_step", "--suite", "gpu", "--systems", "shoal", "transformers"]
-    words += ["--device", wish.device, "--output", str(wish.output), "--limit-s", f"{left_s - GRACE_S:.0f}"]
+    words += ["--device", wish.device, "--output", str(wish.output), "--limit-s", f"{BUDGET_S - GRACE_S:.0f}"]
     if wish.tiny:
         return [*words, "--tiny", "--modes", "eager", "--repeats", "1", "--steps", "2", "--warmup", "1"]
     return [*words, "--steps", "5"]
 
 
-def time_layouts(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+def time_layouts(wish: argparse.Namespace, folder: Path) -> list[str]:
     """The layouts that the devices here allow."""
     words = ["benchmarks.layouts", "--device", wish.device, "--output", str(wish.output)]
     return [*words, "--tiny", "--layouts", "dp2", "tp2", "bare torch tp2"] if wish.tiny else words
 
 
-def time_exchanges(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+def time_exchanges(wish: argparse.Namespace, folder: Path) -> list[str]:
     """A small GPT on one device, and on all by each kind of strategy."""
     from tests.tiny_dataset import random_dataset
 
@@ -132,47 +162,58 @@ def time_exchanges(wish: argparse.Namespace, left_s: float, folder: Path) -> lis
     return words if wish.tiny else [*words, "powersgd", "int8", "topk", "device_sharded"]
 
 
-def time_plan(wish: argparse.Namespace, left_s: float, folder: Path) -> list[str]:
+def time_plan(wish: argparse.Namespace, folder: Path) -> list[str]:
     """A step of gpt2 and each strategy's own work on the device, and what they mean for eight hosts."""
     planned = ["tiny", "--layout", "dp2"] if wish.tiny else ["gpt2", "--layout", "dp8"]
     words = ["--link", "1gbit,0.2ms", "--json", str(wish.output), "--runtime.device", wish.device]
     return ["shoal", "advise", *planned, *words]
 
 
-def check(part: Part, environment: dict[str, str], wish: argparse.Namespace, folder: Path) -> int:
-    """Run the tests of a part, then time it; return the worse exit status."""
-    began = time.monotonic()
-    tests = [f"tests/gpu/test_{name}_gpu.py" for name in part.tests]
-    tested = not tests or run_tests(environment, *tests)
-    left_s = BUDGET_S - (time.monotonic() - began)
-    timed = run([sys.executable, "-m", *part.timing(wish, left_s, folder)], environment, left_s)
-    print(f"gpu tests: {'passed' if tested else 'FAILED'}; timing: {'done' if timed else 'FAILED'}")
-    return 0 if tested and timed else 1
+# The GPU tests of a part, and the words after `python -m` that time one: of wishes and a free folder.
+TESTS = {
+    "train-tests": ("train", "step", "documents"),
+    "layouts-tests": ("layouts",),
+    "bench-tests": ("exchange", "owners", "doctor"),
+}
+TIMINGS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
+    "train": time_training,
+    "layouts": time_layouts,
+    "bench": time_exchanges,
+    "plan": time_plan,
+}
+PARTS = ("train-tests", "train", "layouts-tests", "layouts", "bench-tests", "bench", "plan")
 
 
-def run_tests(environment: dict[str, str], *paths: str) -> bool:
-    """Run GPU tests; say whether they passed."""
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    return run([*pytest, *paths], environment, TESTS_S)
+def check(wish: argparse.Namespace, environment: dict[str, str], folder: Path) -> int:
+    """Run the tests of a part, or time it; return the exit status."""
+    if wish.part in TESTS:
+        words = ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junit-xml", str(wish.output)]
+        words += [f"tests/gpu/test_{name}_gpu.py" for name in TESTS[wish.part]]
+    else:
+        words = TIMINGS[wish.part](wish, folder)
+    done = run([sys.executable, "-m", *words], environment, BUDGET_S)
+    print(f"{wish.part}: {'done' if done else 'FAILED'}; {wish.output}")
+    return 0 if done else 1
 
 
 def run(command: list[str], environment: dict[str, str], limit_s: float) -> bool:
-    """Run a command from the root of the repository; say whether it did well and within the limit."""
+    """Run a command from the root of the repository; say whether it did well and within the limit.
+
+    It is ended with all that it has started, which would keep the GPU's memory.
+    """
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
     try:
-        return (
-            subprocess.run(command, env=environment, cwd=ROOT, check=False, timeout=limit_s).returncode == 0
-        )
+        return process.wait(limit_s) == 0
     except subprocess.TimeoutExpired:
         print(f"error: not done after {limit_s:.0f} s: {' '.join(command[1:4])}", flush=True)
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
         return False
-
-
-PARTS = {
-    "train": Part(("train", "step", "documents"), time_training),
-    "layouts": Part(("layouts",), time_layouts),
-    "bench": Part(("exchange", "owners", "doctor"), time_exchanges),
-    "plan": Part((), time_plan),
-}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -182,10 +223,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of no interest, to try all paths")
     parser.add_argument(
-        "--output", type=Path, help="the record; benchmarks/records/gpu_PART.json if left out"
+        "--output", type=Path, help="the record, benchmarks/records/gpu_PART.json if left out; of tests .xml"
     )
     wish = parser.parse_args()
-    wish.output = wish.output or ROOT / "benchmarks" / "records" / f"gpu_{wish.part}.json"
+    ending = "xml" if wish.part in TESTS else "json"
+    wish.output = (wish.output or ROOT / f"benchmarks/records/gpu_{wish.part}.{ending}").resolve()
     if wish.part not in PARTS:
         refuse(f"PART = {wish.part!r} is not a part", f"the parts are: {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
@@ -197,7 +239,7 @@ def main() -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         wish.devices = check_python(environment, wish.device)
         sys.path += environment["PYTHONPATH"].split(os.pathsep)
-        sys.exit(check(PARTS[wish.part], environment, wish, site / "work"))
+        sys.exit(check(wish, environment, site / "work"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ training.
 
 Each layout is a `shoal train` (or the bare loop under torchrun) of two processes with one thread. All are up
 together and take turns of a few steps, in which the others stand still: what else the machine does, all meet
-alike. The first six steps of each, in which memory grows, do not count, nor the first of each turn.
+alike. The first six steps of each, in which memory grows, do not count, nor the first of each turn. On GPUs
+each layout is measured alone: one that stands still would keep its memory, and its exchanges the GPU.
 
     python -m benchmarks.layouts [--repeats 8] [--steps 4] [--layouts dp2 zero2x2 ...]
 """
@@ -246,18 +247,22 @@ def main() -> None:
             Path(name) / "data", {"train": [ids]}, work["vocab_size"], work["vocab_size"] - 1
         )
         layouts = wish.layouts or layouts_for(wish.device, ranks)
-        results = measure(layouts, work, data, Path(name), repeats=repeats, steps=wish.steps)
-    told = summary(results, work, ranks)
+        output = wish.output or RECORDS / "layouts.json"
+        results: dict[str, Any] = {}
+        for number, together in enumerate([[words] for words in layouts] if on_gpus else [layouts]):
+            folder = Path(name) / f"round-{number}"
+            folder.mkdir()
+            results |= measure(together, work, data, folder, repeats=repeats, steps=wish.steps)
+            told = summary(results, work, ranks)
+            figures = {
+                "work": work,
+                "c_library_settings": SETTINGS,
+                "summary": told,
+                "steps": wish.steps,
+                "results": results,
+            }
+            write_record(output.stem, figures, output.parent)
     print(json.dumps(told, indent=2))
-    output = wish.output or RECORDS / "layouts.json"
-    figures = {
-        "work": work,
-        "c_library_settings": SETTINGS,
-        "summary": told,
-        "steps": wish.steps,
-        "results": results,
-    }
-    write_record(output.stem, figures, output.parent)
     if not (wish.tiny or on_gpus) and (
         missed := [name for name, least in FLOORS.items() if told.get(name, least) < least]
     ):

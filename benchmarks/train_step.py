@@ -2,7 +2,8 @@
 
 On a CPU each peer is timed as it comes, and with what `shoal train` sets in the C library. All train on the
 same batches with AdamW, in a process each. Those of one place of the grid (number format; eager or compiled)
-are up at the same time and take turns, so that all meet the same machine.
+are up at the same time and take turns, so that all meet the same machine; on a GPU one after the other, Shoal
+first, so that each has all its memory. The record grows with each measurement.
 
     python -m benchmarks.train_step                                the CPU's record (`make bench-train`)
     python -m benchmarks.train_step --suite gpu                    the GPU's (`make gpu-check PART=train`)
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -231,14 +233,21 @@ def choose_workloads(wish: argparse.Namespace) -> list[Workload]:
 
 
 def run_grid(
-    wish: argparse.Namespace, workloads: list[Workload], systems: list[str], folder: Path
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure every place of the grid; return results and the places that the time limit left out."""
+    wish: argparse.Namespace,
+    workloads: list[Workload],
+    systems: list[str],
+    folder: Path,
+    keep: Callable[[list[dict[str, Any]], list[str]], None],
+) -> list[dict[str, Any]]:
+    """Measure every place of the grid; return results.
+
+    After each measurement `keep` takes the results so far and what the time limit has left out, or may yet.
+    """
     vocab_size = workloads[0].vocab_size
     ids = np.random.default_rng(0).integers(0, vocab_size - 1, 20_000 if wish.tiny else 2_000_000)
     data = write_dataset(folder / "data", {"train": [ids]}, vocab_size, vocab_size - 1)
     deadline = time.monotonic() + wish.limit_s
-    results, left_out = [], []
+    places: list[list[Cell]] = []
     for compiled in {"both": (True, False), "eager": (False,), "compiled": (True,)}[wish.modes]:
         for work in workloads:
             for dtype in wish.dtypes or dtypes(wish.suite, work):
@@ -248,12 +257,23 @@ def run_grid(
                     for system in systems
                     for with_settings in (ways if system != "shoal" else (False,))
                 ]
-                if time.monotonic() > deadline:
-                    left_out += [cell.name for cell in cells]
-                    continue
-                counts = {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup}
-                results += measure(cells, data, folder / "cells", **counts, deadline=deadline)
-    return results, left_out
+                places.append(cells)
+    results: list[dict[str, Any]] = []
+    rounds = together(places)
+    for number, cells in enumerate(rounds, start=1):
+        if time.monotonic() < deadline:
+            counts = {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup}
+            results += measure(cells, data, folder / "cells", **counts, deadline=deadline)
+            keep(results, [cell.name for later in rounds[number:] for cell in later])
+    return results
+
+
+def together(places: list[list[Cell]]) -> list[list[Cell]]:
+    """Return what is up at the same time: the cells of a place, or on a GPU one cell, Shoal's first."""
+    cells = [cell for place in places for cell in place]
+    if any(cell.workload.device == "cpu" for cell in cells):
+        return places
+    return [[cell] for cell in sorted(cells, key=lambda cell: cell.system != "shoal")]
 
 
 def dtypes(suite: str, work: Workload) -> list[str]:
@@ -286,21 +306,23 @@ def main() -> None:
         print(f"{name} is not installed: left out", flush=True)
     systems = [name for name in wish.systems if name not in absent]
     workloads = choose_workloads(wish)
-    with tempfile.TemporaryDirectory(prefix="train-step-") as name:
-        results, left_out = run_grid(wish, workloads, systems, Path(name))
-    told = summary(results)
-    figures = {
-        "summary": told,
-        "absent": absent,
-        "left_out_by_time": left_out,
-        "settings": {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup},
-        "peer_versions": {name: version(name) for name in systems if name in PACKAGES},
-        "c_library_settings": c_library.SETTINGS,
-        "workloads": [dataclasses.asdict(work) for work in workloads],
-        "results": results,
-    }
     output = wish.output or RECORDS / f"{wish.suite}_train.json"
-    write_record(output.stem, figures, output.parent)
+
+    def keep(results: list[dict[str, Any]], left_out: list[str]) -> None:
+        figures = {
+            "summary": summary(results),
+            "absent": absent,
+            "left_out_by_time": left_out,
+            "settings": {"repeats": wish.repeats, "steps": wish.steps, "warmup": wish.warmup},
+            "peer_versions": {name: version(name) for name in systems if name in PACKAGES},
+            "c_library_settings": c_library.SETTINGS,
+            "workloads": [dataclasses.asdict(work) for work in workloads],
+            "results": results,
+        }
+        write_record(output.stem, figures, output.parent)
+
+    with tempfile.TemporaryDirectory(prefix="train-step-") as name:
+        told = summary(run_grid(wish, workloads, systems, Path(name), keep))
     print(json.dumps(told, indent=2))
     ratios = ("ratio_to_fastest_peer", "ratio_to_fastest_peer_with_settings")
     behind = [

@@ -166,6 +166,16 @@ def save_twice_quickly(folder: Path) -> tuple[bool, bool, list[str]]:
     return returned_early, waited, messages
 
 
+def save_where_a_gpu_is_seen(folder: Path) -> bool:
+    """Save with torch told of a GPU; say whether DCP left its loader for tensors on GPUs alone."""
+    loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"
+    with mock.patch("torch.cuda.is_available", return_value=True), mock.patch(loader) as overlapping:
+        overlapping.side_effect = RuntimeError("there is no GPU to copy over")
+        save_steps(folder, [3])
+        assert load_latest(folder) == 3
+    return not overlapping.called
+
+
 def buffers_of_two_saves() -> bool:
     """Say whether host copies of equal tensors are in the same memory each time."""
     copies = HostCopies()

@@ -46,6 +46,11 @@ def test_host_copies_use_their_memory_again(pool: Pool):
     assert pool.run(ranks.buffers_of_two_saves, 1) == [True]
 
 
+def test_a_save_does_not_copy_over_a_gpu_what_lies_in_host_memory(pool: Pool, tmp_path: Path):
+    """DCP would, where it sees a GPU: in the stream of the save's thread, which is GPU 0's first."""
+    assert pool.run(ranks.save_where_a_gpu_is_seen, 1, tmp_path) == [True]
+
+
 def test_ranks_share_the_writing_of_tensors_that_all_of_them_hold():
     held = {f"model.{index}": (10 + index, False) for index in range(8)} | {"model.cut": (999, True)}
     first, second = share_out([held, held])

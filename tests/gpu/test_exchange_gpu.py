@@ -35,5 +35,5 @@ def sums_on(device: str, method: str, steps: int = 3) -> list[list[torch.Tensor]
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_exchanges_what_a_cpu_does(method):
-    for gpu, cpu in zip(sums_on("cuda", method), sums_on("cpu", method), strict=True):
+    for gpu, cpu in zip(sums_on("cuda:0", method), sums_on("cpu", method), strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)

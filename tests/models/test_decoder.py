@@ -191,3 +191,16 @@ def test_attention_dropout_averages_to_plain_attention():
     mean, plain = seen[0].mean(dim=0), seen[1][0]
     assert (mean - plain).norm() / plain.norm() < 0.05
     assert (seen[0][0] - plain).norm() / plain.norm() > 0.2
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, 0), (0.1, 2)])
+def test_places_of_dropout_are_copied_to_the_device_once_and_only_where_something_is_dropped(
+    dropout, expected, copies
+):
+    with torch.device("meta"):
+        model = Decoder(tiny_shape("gpt2", dropout=dropout))
+    tokens_bt, keys_b = (torch.zeros(shape, dtype=torch.long, device="meta") for shape in ((2, 8), 2))
+    copies.clear()
+    for _ in range(3):
+        model(tokens_bt, dropout_keys_b=keys_b)
+    assert len(copies) == expected, copies  # one a layer

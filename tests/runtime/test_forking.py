@@ -99,3 +99,21 @@ def test_ranks_come_back_whether_their_server_is_asked_to_end_or_killed(data, tm
     status, screen = running.end()
     assert status == 75, screen
     assert screen.count("restarting all ranks") == 2
+
+
+ASKED = """
+import importlib, sys, torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, lambda *_, name=name: asked.append(name) or 0)
+from shoal.runtime.forking import PRELOADED
+for module in PRELOADED:
+    importlib.import_module(module)
+sys.exit(f"while it loaded, torch.cuda.{asked[0]} was asked" if asked else 0)
+"""
+
+
+def test_the_process_that_ranks_are_forked_from_does_not_touch_a_gpu():
+    """A process forked from one that has asked the driver for its GPUs cannot use them."""
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

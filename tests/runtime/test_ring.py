@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,3 +266,48 @@ def test_recording_costs_microseconds(tmp_path):
         return (time.thread_time() - began) / 500 * 1e6
 
     assert min(cost() for _ in range(50)) < 15
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A GPU's stream, as far as it is asked for a moment and whether that has come."""
+    stream = SimpleNamespace(reached=False)
+    stream.record_event = lambda: SimpleNamespace(query=lambda: stream.reached)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return stream
+
+
+def test_a_rank_whose_gpu_waits_is_one_that_waits_although_its_program_goes_on(view, stream):
+    dist.all_reduce(torch.ones(2).as_subclass(OnGpu))
+    mark("forward", 3)
+    assert view().waiting
+    beats = view().beats
+    time.sleep(2 * rings._ASK_S)
+    assert (view().waiting, view().beats) == (True, beats)  # and no progress
+    stream.reached = True
+    until = time.monotonic() + 30
+    while view().waiting and time.monotonic() < until:  # though the main thread says nothing
+        time.sleep(0.05)
+    assert not view().waiting
+
+
+def test_a_wait_on_the_host_is_over_when_it_returns(view, stream):
+    dist.all_reduce(torch.ones(2))
+    assert not view().waiting
+
+
+def test_a_gpu_that_fails_ends_the_recording_and_is_not_taken_for_a_hang(tmp_path, caplog):
+    ring = Ring(tmp_path, 0)
+
+    def broken():
+        raise RuntimeError("device-side assert")
+
+    ring.wait_until(broken)
+    view = view_of(tmp_path, 0)
+    assert (view.phase, view.waiting) == (UNRECORDED, False)

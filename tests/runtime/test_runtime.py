@@ -73,6 +73,26 @@ def test_each_rank_gets_its_own_gpu_and_nccl(monkeypatch):
     assert (device.torch_device, device.backend) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
 
 
+def test_fp32_on_a_gpu_means_fp32(monkeypatch):
+    fake_gpus(monkeypatch, 1)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    cudnn.allow_tf32 = True  # as torch begins
+    devices.select_device("cuda", 0, 1)
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
+    assert "tf32" not in {matmul.fp32_precision, cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision}
+
+
+def test_reproducible_kernels_are_asked_for_and_given_up(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        devices.compute_reproducibly(True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        devices.compute_reproducibly(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_two_nccl_ranks_on_one_gpu_are_refused(monkeypatch):
     fake_gpus(monkeypatch, 1)
     with pytest.raises(ConfigError, match=r"2 ranks on this host, but only 1 CUDA device\(s\)") as caught:

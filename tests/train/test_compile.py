@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shoal.models.init import build_decoder
 from shoal.models.shape import resolve_shape
 from shoal.parallel import compile as compiling
 from shoal.runtime.compiler import missing_compiler
+from shoal.runtime.device import Device
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 
@@ -124,7 +126,7 @@ def test_tiles_of_documents_pass_through_one_graph(monkeypatch):
 def decision(source, *, device="cpu", world_size=1, threads=1, vocab_size=50257, **train):
     config = load_config(source, {"train": train}) if isinstance(source, str) else validate(source, "test")
     process = SimpleNamespace(
-        device=SimpleNamespace(torch_device=torch.device(device)),
+        device=Device(torch.device(device), backend="", name=""),
         world_size=world_size,
         threads=threads,
         any=lambda flag: flag,
@@ -177,3 +179,34 @@ def test_a_missing_compiler_is_seen(tmp_path):
     cpu = torch.device("cpu")
     assert "no C++ compiler" in missing_compiler(cpu, {"PATH": str(tmp_path)})
     assert "no C++ compiler (own-c++)" in missing_compiler(cpu, {"PATH": str(tmp_path), "CXX": "own-c++"})
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("setting", ["off", "auto"])
+def test_the_loss_is_compiled_on_every_gpu_and_the_blocks_where_it_pays(setting):
+    on_gpu, on_cpu = (decision("tiny", device=device, compile=setting, steps=1) for device in ("cuda", "cpu"))
+    assert (on_gpu.on, on_gpu.loss) == (False, True)
+    assert (on_cpu.on, on_cpu.loss) == (False, False)
+
+
+def test_without_a_compiler_the_loss_of_a_gpu_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "triton is not there")
+    assert not decision("tiny", device="cuda", compile="off").loss
+
+
+def compiled_as_decided(run_dir, values):
+    """Train as decided on a GPU, with the compiler's work noted instead of done; return what it was given."""
+    given = set()
+
+    def note(run, **_):
+        return lambda *args: (given.add(run.__name__), run(*args))[1]
+
+    decided = compiling.Compilation(False, "train.compile = off", loss=True)
+    with patch("torch.compile", note), patch("shoal.train.job.decide", lambda *_: decided):
+        run_training(run_dir, values)
+    return given
+
+
+def test_a_job_computes_with_the_compiled_loss_where_that_is_the_decision(pool, data, tmp_path):
+    values = tiny_config(data, train={"steps": 2, "compile": "off"})
+    assert pool.run(compiled_as_decided, 1, tmp_path, values) == [{"_log_total", "_to_gradient"}]

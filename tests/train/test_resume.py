@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
 from tests.tiny_dataset import random_dataset, write_dataset
@@ -37,6 +38,26 @@ def test_resume_is_bitwise_equal(pool, data, tmp_path, world_size):
     assert first[0]["steps"] == [1, 2, 3]
     second = pool.run(run_training, world_size, tmp_path / "parts", values)
     equal(whole[0], second[0])
+
+
+def runs_with_reproducible_kernels(run_dir, values, halted):
+    """Train whole and in two parts; an operation without such a kernel would raise."""
+    whole = run_training(run_dir / "whole", values)
+    run_training(run_dir / "parts", halted)
+    asked = torch.are_deterministic_algorithms_enabled()
+    resumed = run_training(run_dir / "parts", values)
+    run_training(run_dir / "plain", values | {"train": {**values["train"], "deterministic": False}})
+    return whole, resumed, asked, torch.are_deterministic_algorithms_enabled()
+
+
+def test_train_deterministic_has_every_step_computed_by_reproducible_kernels(pool, data, tmp_path):
+    values = tiny_config(data, train=SIX | {"deterministic": True}, model=DROPOUT)
+    halted = values | {"runtime": {**values["runtime"], "stop_after": 3}}
+    whole, resumed, asked, afterwards = pool.run(runs_with_reproducible_kernels, 1, tmp_path, values, halted)[
+        0
+    ]
+    assert (asked, afterwards) == (True, False)
+    equal(whole, resumed)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])

@@ -103,6 +103,8 @@ def write_folder(path: Path, tensors: Tensors, sizes: dict[str, int], group: dis
     """
     numbers = _file_numbers(sizes, FILE_BYTES * dist.get_world_size(group))
     writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=numbers, save_distributed=True)
+    # Or, where there is a GPU, it copies once more, in the default stream of GPU 0: these are host tensors.
+    writer.per_thread_copy_ahead = 0
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _dcp(dcp.save, tensors, group, storage_writer=writer, planner=planner)
 

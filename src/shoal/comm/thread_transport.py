@@ -6,8 +6,9 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from shoal.comm.transport import Handle, Transport
@@ -45,20 +46,23 @@ class _Wire:
     """Tensors on their way; the nth one received is the nth one sent, in whatever order one waits.
 
     They are copied when the receiver waits, not before: what is written or used too early goes wrong here.
+    On a GPU each rank has a stream of its own: the copy follows the sender's work so far, and what the sender
+    does after it has waited follows the copy.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sent: dict[int, Tensor] = {}
+        self._sent: dict[int, tuple[Tensor, Any]] = {}
+        self._copied: dict[int, Any] = {}
         self._changed = threading.Condition()
         self._sends, self._receives = itertools.count(), itertools.count()
 
     def put(self, tensor: Tensor) -> _Transfer:
         with self._changed:
             number = next(self._sends)
-            self._sent[number] = tensor
+            self._sent[number] = tensor, _moment(tensor)
             self._changed.notify_all()
-        return _Transfer(lambda: self._wait_for(lambda: number not in self._sent))
+        return _Transfer(lambda: self._wait_until_taken(number, tensor))
 
     def take_into(self, tensor: Tensor) -> _Transfer:
         number = next(self._receives)
@@ -67,14 +71,33 @@ class _Wire:
     def _take(self, number: int, into: Tensor) -> None:
         self._wait_for(lambda: number in self._sent)
         with self._changed:
-            assert self._sent[number].shape == into.shape, (self._sent[number].shape, into.shape)
-            into.copy_(self._sent.pop(number))
+            tensor, written = self._sent[number]
+            assert tensor.shape == into.shape, (tensor.shape, into.shape)
+            _follow(written, into)
+            into.copy_(tensor)
+            self._copied[number] = _moment(into)
+            del self._sent[number]
             self._changed.notify_all()
+
+    def _wait_until_taken(self, number: int, tensor: Tensor) -> None:
+        self._wait_for(lambda: number not in self._sent)
+        _follow(self._copied.pop(number, None), tensor)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             if not self._changed.wait_for(condition, self._timeout_s):
                 raise TimeoutError(f"nobody came for {self._timeout_s:g} s")
+
+
+def _moment(tensor: Tensor) -> torch.cuda.Event | None:
+    """Return this moment of this thread's stream; None on a CPU, which has none."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def _follow(moment: torch.cuda.Event | None, tensor: Tensor) -> None:
+    """Order what this thread's stream does next after a moment of another one."""
+    if moment is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(moment)
 
 
 class _Transfer:

@@ -99,7 +99,10 @@ class Train(Section):
     recompute_layers: PositiveInt = 1
     """Layers in each chunk of recompute = full."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation."""
+    """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation.
+    A decoder's loss is always compiled on a GPU, where its separate steps would each read all logits."""
+    deterministic: bool = False
+    """Only GPU kernels that give the same bits in every run: attention's usual backward adds in any order."""
 
 
 class Optimizer(Section):

@@ -85,8 +85,8 @@ class _Thread:
         seat = None
         self._stream = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            seat = lambda: torch.cuda.set_device(device)  # noqa: E731
+            self._stream = stream = torch.cuda.Stream(device)
+            seat = lambda: torch.cuda.set_device(stream.device)  # noqa: E731  (it has an index)
         self._pool = ThreadPoolExecutor(1, "exchange", seat)
 
     def start(self, work: Callable[[], None]) -> Handle:

@@ -37,7 +37,7 @@ class Context(NamedTuple):
     mask: Tensor | BlockMask | None  # a tensor is bool [batch, 1, time, columns]; None means causal
     cache: CachePart | None
     dropout_keys_b: Tensor | None
-    sites: Tensor | None = None  # int64 [3]; only where there are keys
+    sites: Tensor | None = None  # int64 [3]; only where something is dropped
 
 
 def rotation_tables(positions_bt: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -220,6 +220,7 @@ class Decoder(nn.Module):
         self.site = site_id("embed")
         self.part, self.parts = 0, 1  # of each sequence, where several processes share it
         self.head_parts = 1  # that the attention heads are cut into
+        self._known_sites: dict[tuple[str, torch.device], Tensor] = {}
         self.recompute_layers = 0  # layers in a chunk of which only the input is kept; 0: keep everything
         self._tie()
 
@@ -322,11 +323,15 @@ class Decoder(nn.Module):
         return run_in_chunks(blocks, x_btd, self.recompute_layers if torch.is_grad_enabled() else 0)
 
     def _sites(self, layer: str, context: Context) -> Tensor | None:
-        if context.dropout_keys_b is None:
+        """Return a layer's places of dropout on the device of the keys, copied there once; see Context."""
+        if context.dropout_keys_b is None or not (self.shape.dropout or self.shape.attention_dropout):
             return None
-        names = ("attention.probabilities", "attention", "mlp")
-        sites = torch.tensor([site_id(f"blocks.{layer}.{name}") for name in names])
-        return sites.to(context.dropout_keys_b.device, non_blocking=True)
+        device = context.dropout_keys_b.device
+        if (layer, device) not in self._known_sites:
+            names = ("attention.probabilities", "attention", "mlp")
+            sites = torch.tensor([site_id(f"blocks.{layer}.{name}") for name in names])
+            self._known_sites[layer, device] = sites.to(device)
+        return self._known_sites[layer, device]
 
     def _check_call(self, time: int, dropout_keys_b: Tensor | None, cache: CachePart | None) -> None:
         shape = self.shape

@@ -63,6 +63,7 @@ class CutModel(Generic[T]):
     ) -> None:
         self.parts = parts
         self.mesh = mesh
+        self._device = process.device.torch_device  # offloaded weights lie elsewhere
         self._run = run
         self._phase = phase
         self.forward: nn.Module = parts[0]  # with plain data parallelism: the replica
@@ -112,7 +113,7 @@ class CutModel(Generic[T]):
         if self.pipeline is not None:
             with self._phase("bubble"):
                 return self.pipeline.forward_backward(micro_batches, factor)
-        total = torch.zeros((), device=next(self.parts[0].parameters()).device)
+        total = torch.zeros((), device=self._device)
         if self.sharding is not None:
             self.sharding.gather_ahead(self.decoders[0])
         for number, micro in enumerate(micro_batches, start=1):

@@ -55,7 +55,7 @@ class Pipeline(Generic[T]):
         self._boundary = boundary
         self._device = device
         self._total, self._numbers = total, numbers
-        self._modules = [_PartModule(part, run_part) for part in parts]
+        self._modules = [_PartModule(part, run_part, device) for part in parts]
         self._factor = 1.0
         stages = [
             _Stage(module, number, total, device, boundary, group, before_backward, phase)
@@ -77,7 +77,7 @@ class Pipeline(Generic[T]):
         self._factor = factor
         for module in self._modules:
             module.begin(micro_batches)
-        index = torch.arange(len(micro_batches), device=self._device)
+        index = torch.arange(len(micro_batches))  # on the host: reading one off a GPU waits for all its work
         first = (index,) if self._numbers[0] == 0 else ()
         self._schedule.step(*first, target=index, return_outputs=False, index=index)
         return sum((module.total for module in self._modules), torch.zeros((), device=self._device))
@@ -114,22 +114,23 @@ class Pipeline(Generic[T]):
 class _PartModule(nn.Module, Generic[T]):
     """A part as the schedules call it. They must not see that it may be sharded: they would interfere."""
 
-    def __init__(self, part: Decoder, run_part: RunPart[T]) -> None:
+    def __init__(self, part: Decoder, run_part: RunPart[T], device: torch.device) -> None:
         super().__init__()
         self.part = part
         self._run_part = run_part
         self._micro_batches: list[T] = []
-        self.total = torch.zeros(())
+        self._device = device
+        self.total = torch.zeros((), device=device)
 
     def begin(self, micro_batches: list[T]) -> None:
         self._micro_batches = micro_batches
-        self.total = torch.zeros(())
+        self.total = torch.zeros((), device=self._device)
 
     def forward(self, x: Tensor | None = None, *, index: Tensor) -> Tensor:
         inputs = None if self.part.is_first else x
         y = self._run_part(self.part, self._micro_batches[int(index)], inputs)
         if self.part.is_last:
-            self.total = self.total.to(y.device) + y.detach()
+            self.total += y.detach()
         return y
 
 

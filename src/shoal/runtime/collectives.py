@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shoal.runtime.ring import Issued, Ring, install
@@ -22,6 +24,8 @@ _METHOD = re.compile(
 )
 # Which argument has the same shape on all ranks, if not the first one; None: shapes may differ.
 _COMPARED = {"all_gather": 1, "gather": 1, "all_to_all": None, "barrier": None}
+# Under way over NCCL: to wait for one of these only has a stream wait, and the host goes on.
+_on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -31,6 +35,8 @@ def recorded(ring: Ring) -> Iterator[None]:
     for method, original in vars(dist.ProcessGroup).items():
         if found := _METHOD.fullmatch(method):
             replaced[dist.ProcessGroup, method] = original, _noting(_spoken(found[1]), original, ring)
+    group, name = dist.ProcessGroup, "_end_coalescing"
+    replaced[group, name] = vars(group)[name], _noting_device(vars(group)[name])
     wait = vars(dist.Work)["wait"]
     replaced[dist.Work, "wait"] = wait, _waiting(wait, ring)
     try:
@@ -54,16 +60,28 @@ def _spoken(method: str) -> str:
 def _noting(name: str, method: Callable[..., Any], ring: Ring) -> Callable[..., Any]:
     def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         ring.record(name, lambda: _look(name, group, args))
-        return method(group, *args, **kwargs)
+        work = method(group, *args, **kwargs)
+        tensor = _first(args[0]) if args else None
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and work is not None:
+            _on_gpus.add(work)
+        return work
+
+    return noted
+
+
+def _noting_device(end: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, device: torch.device) -> Any:
+        work = end(group, device)
+        if device.type == "cuda" and work is not None:
+            _on_gpus.add(work)
+        return work
 
     return noted
 
 
 def _look(name: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Issued:
     index = _COMPARED.get(name, 0)
-    tensor = None if index is None or index >= len(args) else args[index]
-    while isinstance(tensor, (list, tuple)):
-        tensor = tensor[0] if tensor else None
+    tensor = None if index is None or index >= len(args) else _first(args[index])
     direction = ""
     if name in ("send", "recv"):
         ends = (group.rank(), args[1])
@@ -71,11 +89,21 @@ def _look(name: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> Issued:
     return Issued(group.group_name, direction, tensor, lambda: _about(group, direction))
 
 
+def _first(value: Any) -> Any:
+    """Return the first of what lists hold, None where they are empty."""
+    while isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    return value
+
+
 def _waiting(wait: Callable[..., Any], ring: Ring) -> Callable[..., Any]:
-    def waited(*args: Any, **kwargs: Any) -> Any:
+    def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         ring.wait(1)
         try:
-            return wait(*args, **kwargs)
+            done = wait(work, *args, **kwargs)
+            if work in _on_gpus:
+                ring.wait_until(torch.cuda.current_stream().record_event().query)
+            return done
         finally:
             ring.wait(-1)
 

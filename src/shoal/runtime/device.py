@@ -48,8 +48,31 @@ def select_device(setting: str, local_rank: int, local_world_size: int) -> Devic
             hint=f"use --nproc {available}, or --runtime.device cpu",
         )
     torch.cuda.set_device(local_rank)
+    compute_fp32_in_full()
     device = torch.device("cuda", local_rank)
     return Device(device, "cpu:gloo,cuda:nccl", torch.cuda.get_device_name(device))
+
+
+def compute_fp32_in_full() -> None:
+    """Have GPUs multiply fp32 numbers as fp32: cuDNN takes 10 bits of each (TF32) where it is left alone.
+
+    Through the older of torch's two interfaces, which sets both; seen on torch 2.11 to 2.13.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def compute_reproducibly(on: bool) -> None:
+    """Choose kernels that add in one order only, or any; before the first matrix product of the process.
+
+    Attention takes such kernels by itself; torch raises a RuntimeError that names an operator without one.
+    """
+    if on != torch.are_deterministic_algorithms_enabled():  # which loads the compiler
+        torch.use_deterministic_algorithms(on)
+    if on:
+        # It finds errors, and costs time.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS lets streams share memory
 
 
 def choose_backend(setting: str, device: Device) -> str:

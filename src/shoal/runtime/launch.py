@@ -29,6 +29,7 @@ from shoal.runtime.watch import Watch, heard, told
 
 _LAUNCHED = "SHOAL_LAUNCHED"
 _MONITOR_S = 0.1
+_GRACE_S = 5  # for ranks to leave after a peer was lost; one that waits for a GPU hears no SIGTERM
 
 
 def launched_by_us() -> bool:
@@ -199,6 +200,9 @@ class _Workers(SubprocessContext):
         handlers: dict[int, Any] = self.subprocess_handlers
         for rank, env in self.envs.items():
             handlers[rank] = _Worker(forking.start(self.args[rank], os.environ | env))
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        super()._close(death_sig, min(timeout, _GRACE_S))
 
 
 class _Worker:

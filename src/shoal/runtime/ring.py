@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ UNRECORDED = "unrecorded"  # the phase of a rank that gave its ring up
 _CHANNELS = 64
 _LINE = 360
 _TEXT = 64  # characters of a text that are kept
+_ASK_S = 1.0  # between looks whether a GPU has come to what the host no longer waits for
 _MAX_TEXTS = 4096  # operations whose texts are kept ready; more would be shapes without end
 _words = threading.local()
 P = ParamSpec("P")
@@ -121,7 +123,9 @@ class Ring:
         self._step = self._waits = 0
         self._pid = os.getpid()
         self._beats, self._numbers = itertools.count(1), itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._not_reached: deque[Callable[[], bool]] = deque()
+        self._asking = False
         self._channels: dict[tuple[str, str], tuple[int, str, itertools.count[int]]] = {}
         self._texts: dict[Any, str] = {}
         self._beat()
@@ -138,6 +142,19 @@ class Ring:
         """Count a thread in (1) or out (-1) that waits for other ranks."""
         with self._lock:
             self._waits += change
+        self._beat()
+
+    @_harmless
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Count this rank as one that waits until `reached` says otherwise: a host goes on before its GPU.
+
+        Those of one rank are reached in the order in which they are given.
+        """
+        with self._lock:
+            self._not_reached.append(reached)
+            if not self._asking:
+                threading.Thread(target=self._keep_asking, name="ring", daemon=True).start()
+            self._asking = True
         self._beat()
 
     @_harmless
@@ -159,6 +176,7 @@ class Ring:
     def give_up(self, error: Exception) -> None:
         """Record no more; nobody may take the silence for a hang."""
         self.given_up = True
+        self._not_reached.clear()  # a broken GPU is asked no more
         with contextlib.suppress(Exception):
             self.phase = UNRECORDED
             self._beat()
@@ -168,11 +186,27 @@ class Ring:
 
     def close(self) -> None:
         """Let go of the file."""
-        self.given_up = True
-        self._map.close()
+        with self._lock:
+            self.given_up = True
+            self._map.close()
+
+    def _keep_asking(self) -> None:
+        """Beat when a wait is over and the main thread, which may be in a call to the GPU, does not."""
+        while not self.given_up:
+            time.sleep(_ASK_S)
+            self._ask()
+
+    @_harmless
+    def _ask(self) -> None:
+        with self._lock:
+            if self._not_reached and self._not_reached[0]() and not self.given_up:
+                self._beat()
 
     def _beat(self) -> None:
-        waits = "true" if self._waits else "false"
+        with self._lock:
+            while self._not_reached and self._not_reached[0]():
+                self._not_reached.popleft()
+        waits = "true" if self._waits or self._not_reached else "false"
         self._write(0, f'[{self._pid},{next(self._beats)},{self._step},{waits},"{self.phase}"]')
 
     def _write(self, line: int, text: str) -> None:

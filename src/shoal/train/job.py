@@ -24,6 +24,7 @@ from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
 from shoal.parallel.tensor import Axis, VocabularyPart
 from shoal.runtime.compiler import keep_compiled_in
+from shoal.runtime.device import compute_reproducibly
 from shoal.runtime.log import log
 from shoal.runtime.mesh import make_mesh
 from shoal.runtime.process import Process
@@ -78,14 +79,15 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     layout = request.resolve_layout(process.world_size)
     mesh = make_mesh(process, layout, config.runtime.timeout_s)
     device = process.device.torch_device
+    compute_reproducibly(config.train.deterministic)
     precision = Precision(config.precision, device)
     compilation = decide(config, shape, process)
-    if compilation.on:
+    if compilation.on or compilation.loss:
         keep_compiled_in(request.run_dir / "compiled")
     clock = StepClock(process.device)
     axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
     columns = VocabularyPart(axis, shape.padded_vocab_size) if axis and shape else None
-    cross_entropy = CrossEntropy(columns, compiled=compilation.on)
+    cross_entropy = CrossEntropy(columns, compiled=compilation.loss)
     first = layout.dp * (request.island.replica if request.island else 0)
     place = first + mesh.dp_rank, layout.batch_parts, layout.islands
     task.begin(*place, device, precision.autocast, cross_entropy)

@@ -7,6 +7,7 @@ from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.models.shape import ModelShape
+from shoal.parallel.compile import Compilation
 from shoal.parallel.tensor import local
 from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
@@ -80,9 +81,14 @@ def _schedule(job: Job) -> list[tuple[str, str]]:
             f"{'then constant' if kind == 'constant' else after}",
         ),
         ("optimiser", config.optimizer.name),
-        ("compile", f"{'yes' if job.compilation.on else 'no'} ({job.compilation.reason})"),
+        ("compile", _compiled(job.compilation)),
         *(_recompute(job.config, job.task.shape) if job.task.shape else ()),
     ]
+
+
+def _compiled(compilation: Compilation) -> str:
+    what = "yes" if compilation.on else "the loss alone" if compilation.loss else "no"
+    return f"{what} ({compilation.reason})"
 
 
 def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:

@@ -1,0 +1,27 @@
+"""What the launcher does to its workers, beside what faults of whole jobs show."""
+
+import signal
+import subprocess
+import sys
+import time
+
+from shoal.runtime.launch import _Worker, _Workers
+
+DEAF = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
+)
+
+
+def test_a_survivor_that_hears_no_sigterm_is_ended_soon():
+    """As one that waits for a GPU is, which waits for a rank that is gone."""
+    workers = _Workers.__new__(_Workers)
+    python = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, start_new_session=True)
+    python.stdout.readline()
+    workers.subprocess_handlers = {0: _Worker(python)}
+    waits = []
+    python.wait, wait = lambda timeout=None: (waits.append(timeout), wait(timeout))[1], python.wait
+    began = time.monotonic()
+    workers._close(signal.SIGTERM, timeout=30)
+    assert python.returncode == -signal.SIGKILL
+    assert 1 < waits[0] <= 5, waits
+    assert time.monotonic() - began < 25
