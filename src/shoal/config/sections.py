@@ -146,8 +146,9 @@ class Schedule(Section):
     """Step at which the decay reaches min_lr; 0 means train.steps."""
     wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
     """Last part of decay_steps in which wsd decays."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay and after it; only megatron_* go below it after warm-up."""
+    min_lr: NonNegativeFloat | None = None
+    """Learning rate at the end of the decay and after it, never below it after warm-up; unset means a tenth of
+    the peak for cosine, linear and wsd, 0 for inverse_sqrt. constant and megatron_* do not read it."""
 
 
 class Precision(Section):
