@@ -30,6 +30,7 @@ def train(
     node_rank: int | None = None,
     init: Path | None = None,
     init_optimizer: bool = False,
+    allow_tokenizer_mismatch: bool = False,
     max_time: float | None = None,
     stop_after: int | None = None,
     settings: Annotated[Config | None, Parameter(name="*")] = None,
@@ -69,6 +70,8 @@ def train(
         Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
     init_optimizer
         With --init: keep the optimiser's moments too.
+    allow_tokenizer_mismatch
+        Warn only, where datasets, or the checkpoint of --init, have another tokenizer of the same size.
     max_time
         Save and exit with status 75 after this many seconds.
     stop_after
@@ -80,6 +83,8 @@ def train(
     from shoal.runtime.log import quieten_libraries
 
     overrides = _given(settings, data, max_time, stop_after)
+    if allow_tokenizer_mismatch:
+        overrides.setdefault("data", {})["allow_tokenizer_mismatch"] = True
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     gc.disable()  # until all is loaded

@@ -66,7 +66,7 @@ def _model(job: Job) -> list[tuple[str, str]]:
 
 def _batch(job: Job) -> list[tuple[str, str]]:
     datasets = ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.task.data.datasets)
-    return [("data", datasets), *job.task.data.rows(job.task.loader)]
+    return [("data", datasets), ("verify", job.verifier.plan), *job.task.data.rows(job.task.loader)]
 
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
