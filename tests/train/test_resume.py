@@ -188,7 +188,7 @@ def test_init_mixing_and_resuming_refuse_another_tokenizer_of_the_same_size(pool
     refused = r"other/tokenizer.json is another tokenizer than .*/{}, .*digests are \w{{32}} and \w{{32}}"
     values = tiny_config(other, **ONE_STEP)
     with pytest.raises(AssertionError, match=refused.format("step-00000001")):
-        pool.run(run_training, 1, tmp_path / "new", values, init=tmp_path / "first")
+        pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False)
     mixed = {"datasets": [str(data), str(other)]}
     with pytest.raises(AssertionError, match=refused.format("tokenizer.json")):
         pool.run(run_training, 1, tmp_path / "mixed", tiny_config(data, **ONE_STEP, data=mixed))
@@ -196,7 +196,7 @@ def test_init_mixing_and_resuming_refuse_another_tokenizer_of_the_same_size(pool
         pool.run(run_training, 1, tmp_path / "first", tiny_config(other, **ONE_STEP))
     allowed = mixed | {"allow_tokenizer_mismatch": True}
     values = tiny_config(other, **ONE_STEP, data=allowed)
-    pool.run(run_training, 1, tmp_path / "new", values, init=tmp_path / "first")
+    pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False)
 
 
 def test_the_same_tokenizer_written_otherwise_goes_on(pool, data, tmp_path):
@@ -208,7 +208,7 @@ def test_the_same_tokenizer_written_otherwise_goes_on(pool, data, tmp_path):
     manifest["tokenizer"]["xxh3"] = hash_file(other / "tokenizer.json")
     (other / "manifest.json").write_text(json.dumps(manifest))
     values = tiny_config(other, **ONE_STEP)
-    pool.run(run_training, 1, tmp_path / "new", values, init=tmp_path / "first")
+    pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False)
 
 
 def test_a_flipped_bit_ends_the_run_before_a_checkpoint_of_it(pool, tmp_path):
