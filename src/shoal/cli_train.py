@@ -58,8 +58,7 @@ def train(
     nproc
         Worker processes on this machine, each with its own device or share of the cores. Default: 1.
     max_restarts
-        How often to start again from the last committed checkpoint after a rank has failed. Default: 3 with
-        --nproc or --nnodes above 1.
+        How often to start again after a rank has failed. Default: 3 with --nproc or --nnodes above 1.
     nnodes
         Hosts that train together; run the same command on each of them.
     rdzv
@@ -82,9 +81,7 @@ def train(
     from shoal.runtime.allocator import keep_memory
     from shoal.runtime.log import quieten_libraries
 
-    overrides = _given(settings, data, max_time, stop_after)
-    if allow_tokenizer_mismatch:
-        overrides.setdefault("data", {})["allow_tokenizer_mismatch"] = True
+    overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     gc.disable()  # until all is loaded
@@ -364,7 +361,11 @@ def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout 
 
 
 def _given(
-    settings: Config | None, data: tuple[Path, ...], max_time: float | None, stop_after: int | None
+    settings: Config | None,
+    data: tuple[Path, ...],
+    max_time: float | None,
+    stop_after: int | None,
+    allow_tokenizer_mismatch: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Collect what the command line sets, section by section."""
     given: dict[str, dict[str, Any]] = {}
@@ -378,6 +379,8 @@ def _given(
         }
     if data:
         given.setdefault("data", {})["datasets"] = [str(path.absolute()) for path in data]
+    if allow_tokenizer_mismatch:
+        given.setdefault("data", {})["allow_tokenizer_mismatch"] = True
     if max_time is not None:
         given.setdefault("runtime", {})["max_time_s"] = max_time
     if stop_after is not None:
