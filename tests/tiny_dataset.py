@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,18 @@ def write_dataset(
         "tokenizer": {"file": "tokenizer.json", "xxh3": hash_file(folder / "tokenizer.json")},
         "splits": facts,
     }
+    write_json(folder / MANIFEST, manifest)
+    return folder
+
+
+def with_other_tokenizer(folder: Path) -> Path:
+    """Give a dataset another tokenizer of the same size: two bytes change places."""
+    spec = json.loads(bytes_tokenizer_json())
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["tokenizer"]["xxh3"] = hash_file(folder / "tokenizer.json")
     write_json(folder / MANIFEST, manifest)
     return folder
 

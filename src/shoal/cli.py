@@ -236,6 +236,74 @@ def gather(path: Path, folders: tuple[Path, ...], /) -> int:
     return gather_parts(path, folders)
 
 
+dataset = App(name="dataset", help="List, verify or show the datasets of `shoal prepare`.")
+app.command(dataset)
+
+
+@dataset.command(name="ls")
+def ls_datasets(path: Path = Path("datasets"), *, json: Path | None = None) -> int:
+    """Print one line a dataset: what it holds, and whether its files have the sizes that they should.
+
+    Example: shoal dataset ls datasets
+
+    Parameters
+    ----------
+    path
+        A dataset, or a folder of datasets.
+    json
+        Write the list to this file, too.
+    """
+    from shoal.data.commands import list_datasets
+
+    return list_datasets(path, json)
+
+
+@dataset.command(name="verify")
+def verify_datasets(path: Path, *, json: Path | None = None) -> int:
+    """Read every file again and say what is wrong; exit with 1 where anything is.
+
+    Example: shoal dataset verify datasets/mine
+
+    Parameters
+    ----------
+    path
+        A dataset, or a folder of datasets.
+    json
+        Write what was found to this file, too.
+    """
+    from shoal.data.commands import verify_datasets as run
+
+    return run(path, json)
+
+
+@dataset.command(name="show")
+def show_dataset(
+    path: Path,
+    *,
+    doc: int | None = None,
+    split: Literal["train", "validation", "test"] = "train",
+    json: Path | None = None,
+) -> int:
+    """Print a dataset's splits, vocabulary, tokenizer and options; with --doc a document and its source.
+
+    Example: shoal dataset show datasets/mine --doc 0
+
+    Parameters
+    ----------
+    path
+        The dataset's folder.
+    doc
+        Number of a document of the split, from 0: its text, and the file that it came from.
+    split
+        Which split the document is of.
+    json
+        Write it to this file, too.
+    """
+    from shoal.data.commands import show_dataset as run
+
+    return run(path, doc, split, json)
+
+
 bench = App(name="bench", help="Measure how replicas, networks and frameworks really perform.")
 app.command(bench)
 

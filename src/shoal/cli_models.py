@@ -148,6 +148,7 @@ def evaluate(
     tasks: str = "",
     task_folder: Path | None = None,
     limit: int = 0,
+    allow_tokenizer_mismatch: bool = False,
     split: Literal["train", "validation", "test"] = "validation",
     seq_len: int = 0,
     stride: int = 0,
@@ -188,6 +189,8 @@ def evaluate(
         A folder with the YAML files of more such tasks.
     limit
         Examples of each task; all if left out.
+    allow_tokenizer_mismatch
+        Warn only, where the dataset has another tokenizer of the same size.
     split
         Which split of the dataset.
     seq_len
@@ -209,7 +212,7 @@ def evaluate(
     from shoal.infer.evaluate import Measure, run
 
     wanted = tuple(filter(None, tasks.split(",")))
-    windows = (split, seq_len, stride, batch_size)
+    windows = (allow_tokenizer_mismatch, split, seq_len, stride, batch_size)
     measure = Measure(text, wikitext, lambada, data, wanted, task_folder, limit, *windows)
     run(checkpoint, measure, device, tp, nproc, json)
 

@@ -30,6 +30,7 @@ def train(
     node_rank: int | None = None,
     init: Path | None = None,
     init_optimizer: bool = False,
+    allow_tokenizer_mismatch: bool = False,
     max_time: float | None = None,
     stop_after: int | None = None,
     settings: Annotated[Config | None, Parameter(name="*")] = None,
@@ -57,8 +58,7 @@ def train(
     nproc
         Worker processes on this machine, each with its own device or share of the cores. Default: 1.
     max_restarts
-        How often to start again from the last committed checkpoint after a rank has failed. Default: 3 with
-        --nproc or --nnodes above 1.
+        How often to start again after a rank has failed. Default: 3 with --nproc or --nnodes above 1.
     nnodes
         Hosts that train together; run the same command on each of them.
     rdzv
@@ -69,6 +69,8 @@ def train(
         Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
     init_optimizer
         With --init: keep the optimiser's moments too.
+    allow_tokenizer_mismatch
+        Warn only, where datasets, or the checkpoint of --init, have another tokenizer of the same size.
     max_time
         Save and exit with status 75 after this many seconds.
     stop_after
@@ -79,7 +81,7 @@ def train(
     from shoal.runtime.allocator import keep_memory
     from shoal.runtime.log import quieten_libraries
 
-    overrides = _given(settings, data, max_time, stop_after)
+    overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     gc.disable()  # until all is loaded
@@ -359,7 +361,11 @@ def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout 
 
 
 def _given(
-    settings: Config | None, data: tuple[Path, ...], max_time: float | None, stop_after: int | None
+    settings: Config | None,
+    data: tuple[Path, ...],
+    max_time: float | None,
+    stop_after: int | None,
+    allow_tokenizer_mismatch: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Collect what the command line sets, section by section."""
     given: dict[str, dict[str, Any]] = {}
@@ -373,6 +379,8 @@ def _given(
         }
     if data:
         given.setdefault("data", {})["datasets"] = [str(path.absolute()) for path in data]
+    if allow_tokenizer_mismatch:
+        given.setdefault("data", {})["allow_tokenizer_mismatch"] = True
     if max_time is not None:
         given.setdefault("runtime", {})["max_time_s"] = max_time
     if stop_after is not None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shoal.data.dataset import open_dataset, verify_dataset
+from shoal.data.dataset import TokenSplit, open_dataset, seal, verify_dataset
+from shoal.data.loader import Windows
 from shoal.errors import DataError
 
 
@@ -19,7 +21,9 @@ def made(prepare, tmp_path):
 
 def edit_manifest(dataset, **changes):
     path = dataset.path / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    known = json.loads(path.read_text())
+    del known["digest"]
+    path.write_text(json.dumps(seal({**known, **changes})))
 
 
 def test_a_dataset_opens_with_its_facts(made):
@@ -58,6 +62,43 @@ def test_verify_finds_one_flipped_bit(made, name):
     (made.path / name).write_bytes(data)
     with pytest.raises(DataError, match=name.split(".")[0]):
         verify_dataset(made.path)
+
+
+def test_an_edited_manifest_is_found_at_once_and_one_without_a_digest_opens(made):
+    path = made.path / "manifest.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps(known | {"eod_id": 7}))
+    with pytest.raises(DataError, match=r"manifest.json was damaged or edited: its digest does not fit"):
+        open_dataset(made.path)
+    del known["digest"]  # as earlier versions wrote it
+    path.write_text(json.dumps(known))
+    assert open_dataset(made.path).fingerprint == made.fingerprint
+
+
+def test_another_tokenizer_in_the_folder_is_found_at_once(made):
+    path = made.path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a"', '"\u0001"'))
+    with pytest.raises(DataError, match=r"tokenizer.json changed since it was prepared"):
+        open_dataset(made.path)
+
+
+@pytest.mark.parametrize("strange", [257, 65535])
+def test_an_id_outside_the_vocabulary_is_a_sentence_where_it_is_read(made, strange):
+    path = made.path / "train.bin"
+    tokens = np.fromfile(path, np.uint16)
+    tokens[100] = strange
+    tokens.tofile(path)
+    windows = Windows([open_dataset(made.path).split("train")], 16)
+    windows.read(np.array([0, 5]))
+    told = rf"train.bin holds id {strange} at position 100; the vocabulary has 257 ids"
+    with pytest.raises(DataError, match=told):
+        windows.read(np.array([0, 6]))
+
+
+def test_a_negative_id_is_one_outside_the_vocabulary():
+    tokens = np.array([1, -2, 3], np.int32)
+    with pytest.raises(DataError, match=r"x.bin holds id -2 at position 11"):
+        TokenSplit("train", tokens, 1, Path("x.bin"), 9).refuse_strange(tokens, 10)
 
 
 def test_another_dtype_is_refused(made):

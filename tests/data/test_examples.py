@@ -166,7 +166,20 @@ def test_damage_and_the_wrong_kind_of_data_are_found_on_opening(archive, tmp_pat
     np.save(path / "test.labels.npy", np.zeros(4, np.int64))
     with pytest.raises(DataError, match=r"test.labels.npy holds int64 \[4\], the manifest says int64 \[5\]"):
         open_examples(path)
+    np.save(path / "test.labels.npy", np.array([0, 1, 99, 1, 0]))
+    with pytest.raises(
+        DataError, match=r"test.labels.npy holds class 99 at position 2; there are \d+: damag"
+    ):
+        open_examples(path)
+    with (path / "test.labels.npy").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match=r"test.labels.npy has 172 bytes, its header says 168: damaged"):
+        open_examples(path)
     manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"std": 2.5}))
+    with pytest.raises(DataError, match="its digest does not fit"):
+        open_examples(path)
+    del manifest["digest"]
     (path / "manifest.json").write_text(json.dumps(manifest | {"std": 0}))
     with pytest.raises(ShoalError, match="prepare it again"):
         open_examples(path)

@@ -1,5 +1,7 @@
 """Which windows a step holds: each once an epoch, the same for any number of ranks, no end to the stream."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from shoal.errors import DataError, ShoalError
 
 
 def split(num_tokens, first=0):
-    return TokenSplit("train", np.arange(first, first + num_tokens), 1)
+    return TokenSplit("train", np.arange(first, first + num_tokens), 1, Path("train.bin"), 10**6)
 
 
 def loader(windows, batch=4, rank=0, world_size=1, seed=1, weights=()):

@@ -19,6 +19,7 @@ from shoal.infer.score import score, sliding_spans
 from shoal.infer.texts import read_passages, undo_moses
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
+from tests.tiny_dataset import random_dataset, with_other_tokenizer
 
 CPU = torch.device("cpu")
 LETTERS = bytes(range(33, 127))
@@ -219,3 +220,11 @@ def test_a_dataset_of_another_vocabulary_is_refused(loaded, tmp_path):
     other = write_dataset(tmp_path / "other", {"validation": [np.arange(50)]}, 300, 299)
     with pytest.raises((DataError, InputError), match="has 300 token ids, end of document 299"):
         evaluate(loaded, Measure(data=other))
+
+
+def test_data_with_another_tokenizer_of_the_same_size_is_refused(loaded, tmp_path, caplog):
+    other = with_other_tokenizer(random_dataset(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"other/tokenizer.json is another tokenizer than .*step-00000004"):
+        evaluate(loaded, Measure(data=other))
+    assert evaluate(loaded, Measure(data=other, allow_tokenizer_mismatch=True))
+    assert "is another tokenizer" in caplog.text

@@ -23,7 +23,7 @@ from shoal.infer.load import load_text_model
 from shoal.train.request import Request
 from tests import commands
 from tests.mpirun import mpirun, needs_mpi
-from tests.tiny_dataset import random_dataset
+from tests.tiny_dataset import random_dataset, with_other_tokenizer
 
 SMALL = [
     *("--model.n_layers", "2", "--model.d_model", "32", "--model.n_heads", "2", "--model.max_seq_len", "16"),
@@ -462,3 +462,28 @@ def test_more_workers_than_cores_are_warned_about(data, tmp_path):
     status, screen = shoal(data, tmp_path, "--nproc", str(nproc), "--train.steps", "2", *micro)
     assert status == 0, screen
     assert f"warning: --nproc {nproc} is above the {cores} cores" in screen
+
+
+def test_another_tokenizer_is_refused_by_name_and_allowed_by_name(data, tmp_path):
+    other = with_other_tokenizer(random_dataset(tmp_path / "other"))
+    asked = [*arguments_of(data, tmp_path / "run", "--train.steps", "1"), "--data", str(other)]
+    done = commands.run(*asked)
+    assert done.returncode == 2, done.stdout
+    assert "other/tokenizer.json is another tokenizer than" in done.stderr
+    assert "--allow-tokenizer-mismatch" in done.stderr
+    done = commands.run(*asked, "--allow-tokenizer-mismatch")
+    assert done.returncode == 0, done.stderr
+    assert "other/tokenizer.json is another tokenizer than" in done.stdout + done.stderr
+
+
+def test_damaged_data_ends_all_ranks_with_its_name(tmp_path):
+    data = random_dataset(tmp_path / "data")
+    content = bytearray((data / "validation.bin").read_bytes())
+    content[1000] ^= 1  # in a split that is read late
+    (data / "validation.bin").write_bytes(content)
+    status, said = shoal(data, tmp_path / "run", "--train.steps", "3", "--nproc", "2")
+    assert status == 2, said
+    assert "validation.bin changed since it was prepared" in said
+    assert "once: 6 file(s)" in said
+    status, said = shoal(data, tmp_path / "off", "--train.steps", "3", "--data.verify", "off")
+    assert status == 0, said

@@ -2,13 +2,14 @@
 
 import json
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.config.load import validate
-from shoal.config.sections import Guard, Optimizer
+from shoal.config.load import load_config, preset_names, validate
+from shoal.config.sections import Config, Guard, Optimizer, Schedule
 from shoal.errors import ShoalError
 from shoal.models.init import build_decoder
 from shoal.runtime.device import Device
@@ -39,6 +40,22 @@ def test_schedule_warms_up_decays_and_stays_at_the_minimum():
     assert got[7] == pytest.approx((1e-3 + 1e-4) / 2)
     assert got[11:] == [1e-4] * 5
     assert got[3:] == sorted(got[3:], reverse=True)
+
+
+@pytest.mark.parametrize("kind", get_args(Schedule.model_fields["kind"].annotation))
+def test_no_step_of_a_run_without_min_lr_has_a_rate_of_zero(kind):
+    settings = Config.model_validate({"schedule": {"kind": kind}, "train": {"steps": 1000}})
+    got = [learning_rate(settings, step) for step in range(1, 1001)]
+    assert min(got) > 0
+    if kind in ("cosine", "linear", "wsd"):
+        assert got[-1] == pytest.approx(settings.optimizer.lr / 10)
+        assert learning_rate(settings, 2000) == got[-1]
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_no_step_of_a_preset_has_a_rate_of_zero(preset):
+    settings = load_config(preset, {"train": {"steps": 100}, "data": {"datasets": ["data"]}})
+    assert min(learning_rate(settings, step) for step in range(1, 101)) > 0
 
 
 def test_the_decay_horizon_may_differ_from_the_run():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
-from tests.tiny_dataset import random_dataset, write_dataset
+from shoal.runtime.files import hash_file
+from tests.tiny_dataset import random_dataset, with_other_tokenizer, write_dataset
 from tests.train.ranks import run_training, tiny_config
 
 SIX = {"steps": 6}
@@ -197,3 +198,46 @@ def test_another_optimiser_is_refused_by_name(pool, data, tmp_path):
     pool.run(run_training, 1, tmp_path, tiny_config(data))
     with pytest.raises(AssertionError, match=r"optimizer\.name was adamw, now sgd"):
         pool.run(run_training, 1, tmp_path, tiny_config(data, optimizer={"name": "sgd"}))
+
+
+ONE_STEP = {"train": {"steps": 1}, "schedule": {"warmup_steps": 0}}
+
+
+def test_init_mixing_and_resuming_refuse_another_tokenizer_of_the_same_size(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data, **ONE_STEP), timeout=200)
+    other = with_other_tokenizer(random_dataset(tmp_path / "other"))
+    refused = r"other/tokenizer.json is another tokenizer than .*/{}, .*digests are \w{{32}} and \w{{32}}"
+    values = tiny_config(other, **ONE_STEP)
+    with pytest.raises(AssertionError, match=refused.format("step-00000001")):
+        pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False, timeout=200)
+    mixed = {"datasets": [str(data), str(other)]}
+    with pytest.raises(AssertionError, match=refused.format("tokenizer.json")):
+        pool.run(run_training, 1, tmp_path / "mixed", tiny_config(data, **ONE_STEP, data=mixed), timeout=200)
+    with pytest.raises(AssertionError, match="the data changed since"):
+        pool.run(run_training, 1, tmp_path / "first", tiny_config(other, **ONE_STEP), timeout=200)
+    allowed = mixed | {"allow_tokenizer_mismatch": True}
+    values = tiny_config(other, **ONE_STEP, data=allowed)
+    pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False, timeout=200)
+
+
+def test_the_same_tokenizer_written_otherwise_goes_on(pool, data, tmp_path):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data, **ONE_STEP), timeout=200)
+    other = with_other_tokenizer(random_dataset(tmp_path / "other", seed=1))
+    spec = json.loads((data / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(spec | {"decoder": None}, indent=3))
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["tokenizer"]["xxh3"] = hash_file(other / "tokenizer.json")
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    values = tiny_config(other, **ONE_STEP)
+    pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False, timeout=200)
+
+
+def test_a_flipped_bit_ends_the_run_before_a_checkpoint_of_it(pool, tmp_path):
+    data = random_dataset(tmp_path / "flipped")
+    content = bytearray((data / "train.bin").read_bytes())
+    content[1000] ^= 1  # still an id of the vocabulary
+    (data / "train.bin").write_bytes(content)
+    values = tiny_config(data, checkpoint={"every": 1})
+    with pytest.raises(AssertionError, match=r"train.bin changed since it was prepared"):
+        pool.run(run_training, 2, tmp_path / "run", values, timeout=200)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))

@@ -13,13 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from shoal.config.load import config_from_toml
 from shoal.errors import CheckpointError, InputError, ShoalError
 from shoal.models.shape import ModelShape, resolve_shape
-from shoal.runtime.files import MAX_JSON_BYTES, hash_file, read_json
+from shoal.runtime.files import MAX_JSON_BYTES, digest_of, hash_file, read_json
 
 FORMAT = "shoal-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -50,16 +49,12 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of manifest.json; its own digest makes damage to the manifest visible too."""
         content = asdict(self)
-        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+        return json.dumps({**content, "digest": digest_of(content)}, indent=1) + "\n"
 
     @property
     def size_bytes(self) -> int:
         """Return the bytes of all listed files."""
         return sum(entry["size_bytes"] for entry in self.files.values())
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{checkpoint / MANIFEST} is not a manifest of the format {FORMAT}")
     digest = content.pop("digest", None)
-    if digest != _digest(content):
+    if digest != digest_of(content):
         raise CheckpointError(f"{checkpoint / MANIFEST} was damaged or edited: its digest does not fit")
     try:
         manifest = Manifest(**content)

@@ -58,7 +58,7 @@ def _check_lengths(config: Config) -> None:
                 f"{name} = {length} is longer than model.max_seq_len = {config.model.max_seq_len} positions",
                 hint=f"raise model.max_seq_len or use {name} <= {config.model.max_seq_len}",
             )
-    if config.optimizer.lr < config.schedule.min_lr:
+    if config.schedule.min_lr is not None and config.optimizer.lr < config.schedule.min_lr:
         raise ConfigError(
             f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak "
             f"optimizer.lr = {config.optimizer.lr:g}",

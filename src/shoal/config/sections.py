@@ -70,6 +70,11 @@ class Data(Section):
     """Sampling weight of each dataset; empty means every window of every dataset once an epoch."""
     reset_documents: bool = False
     """Attention sees only its own document, and positions restart with each document."""
+    verify: Literal["once", "full", "off"] = "once"
+    """Compare the files' contents with their digests. once: in the background of the first steps, unless an
+    earlier start did and the files are the same by size and time. full: before step 1 of every start."""
+    allow_tokenizer_mismatch: bool = False
+    """Go on, with a warning, where datasets, or the checkpoint of --init, have another tokenizer."""
 
 
 class Train(Section):
@@ -149,8 +154,9 @@ class Schedule(Section):
     """Step at which the decay reaches min_lr; 0 means train.steps."""
     wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
     """Last part of decay_steps in which wsd decays."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay and after it; only megatron_* go below it after warm-up."""
+    min_lr: NonNegativeFloat | None = None
+    """Learning rate at the end of the decay and after it; unset means a tenth of the peak for cosine, linear
+    and wsd, 0 for inverse_sqrt. constant and megatron_* do not read it."""
 
 
 class Precision(Section):

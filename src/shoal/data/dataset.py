@@ -11,7 +11,7 @@ import xxhash
 
 from shoal.data.indexed import IndexedReader
 from shoal.errors import DataError, InputError
-from shoal.runtime.files import hash_file, read_json
+from shoal.runtime.files import digest_of, hash_file, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal-dataset"
@@ -29,11 +29,23 @@ class TokenSplit:
     name: str
     tokens: np.ndarray  # 1-D, read-only, memory-mapped
     num_documents: int
+    path: Path
+    vocab_size: int
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens, end-of-document tokens included."""
         return len(self.tokens)
+
+    def refuse_strange(self, ids: np.ndarray, first: int) -> None:
+        """Raise a DataError where `ids`, which begin at token `first`, are not all in the vocabulary."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
+            raise DataError(
+                f"{self.path} holds id {ids[at]} at position {first + at:,}; the vocabulary has "
+                f"{self.vocab_size:,} ids: damaged",
+                hint=_REMAKE,
+            )
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Dataset:
     tokenizer_path: Path | None
     manifest: dict[str, Any]
     splits: dict[str, TokenSplit]
+    digests: dict[Path, str]  # of all files, as they were written
 
     def split(self, name: str) -> TokenSplit | None:
         """Return a split, or None where the dataset was prepared without it."""
@@ -64,7 +77,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def open_dataset(path: Path) -> Dataset:
-    """Open a dataset folder, checking sizes, dtype and header against its manifest."""
+    """Open a dataset folder, checking sizes, dtype, header and tokenizer against its manifest."""
     path = Path(path)
     manifest = read_manifest(path, FORMAT, FORMAT_VERSION)
     try:
@@ -74,26 +87,26 @@ def open_dataset(path: Path) -> Dataset:
         tokenizer = _tokenizer_path(path, manifest["tokenizer"]["file"])
         vocab_size, eod_id = int(manifest["vocab_size"]), int(manifest["eod_id"])
         digest = fingerprint(manifest)
+        digests = {
+            path / f"{name}.{kind}": str(manifest["splits"][name][f"{kind}_xxh3"])
+            for name in splits
+            for kind in ("bin", "idx")
+        }
+        if tokenizer is not None:
+            check_digest(tokenizer, manifest["tokenizer"]["xxh3"])  # small, and gives all ids their meaning
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
-    return Dataset(path, digest, vocab_size, eod_id, tokenizer, manifest, splits)
+    return Dataset(path, digest, vocab_size, eod_id, tokenizer, manifest, splits, digests)
 
 
 def verify_dataset(path: Path) -> Dataset:
     """Open a dataset and read every byte again: hashes, index against tokens, ids against vocabulary."""
     dataset = open_dataset(path)
+    for file, digest in dataset.digests.items():
+        check_digest(file, digest)
     for name, split in dataset.splits.items():
-        facts = dataset.manifest["splits"][name]
-        for kind in ("bin", "idx"):
-            _check_hash(dataset.path / f"{name}.{kind}", facts[f"{kind}_xxh3"])
         IndexedReader(dataset.path / name).check()
-        if split.num_tokens and int(split.tokens.max()) >= dataset.vocab_size:
-            raise DataError(
-                f"{name}.bin holds id {int(split.tokens.max())}; the vocabulary has {dataset.vocab_size}",
-                hint=_REMAKE,
-            )
-    if dataset.tokenizer_path is not None:
-        _check_hash(dataset.tokenizer_path, dataset.manifest["tokenizer"]["xxh3"])
+        split.refuse_strange(split.tokens, 0)
     return dataset
 
 
@@ -125,7 +138,15 @@ def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
             f"dataset {path} has format version {manifest.get('version')}; this Shoal reads {version}",
             hint=_REMAKE,
         )
+    # Manifests of earlier versions have no digest of their own.
+    if "digest" in manifest and manifest.pop("digest") != digest_of(manifest):
+        raise DataError(f"{path / MANIFEST} was damaged or edited: its digest does not fit", hint=_REMAKE)
     return manifest
+
+
+def seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest with its own digest, which makes damage to the manifest visible, too."""
+    return {**manifest, "digest": digest_of(manifest)}
 
 
 def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> TokenSplit:
@@ -144,7 +165,8 @@ def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> TokenSplit:
             raise DataError(
                 f"{path / name}: {key} is {value}, the manifest says {expected}: damaged", hint=_REMAKE
             )
-    return TokenSplit(name, reader.tokens, reader.num_documents)
+    vocab_size = int(manifest["vocab_size"])
+    return TokenSplit(name, reader.tokens, reader.num_documents, reader.bin_path, vocab_size)
 
 
 def _tokenizer_path(path: Path, file: str | None) -> Path | None:
@@ -156,9 +178,12 @@ def _tokenizer_path(path: Path, file: str | None) -> Path | None:
     return path / file
 
 
-def _check_hash(path: Path, expected: str) -> None:
-    """Compare a file with its hash in the manifest."""
-    found = hash_file(path)
+def check_digest(path: Path, expected: str) -> None:
+    """Read a file and raise a DataError where its digest is not the one in the manifest."""
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if found != expected:
         raise DataError(
             f"{path} changed since it was prepared: hash {found}, expected {expected}", hint=_REMAKE

@@ -36,6 +36,8 @@ class ExampleSet:
     mean: float
     std: float
     splits: dict[str, Pair]  # memory-mapped
+    manifest: dict[str, Any]
+    digests: dict[Path, str]  # of all files, as they were written
 
     def split(self, name: str) -> Pair:
         """Return a split, empty where the folder was prepared without it."""
@@ -84,7 +86,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def open_examples(path: Path) -> ExampleSet:
-    """Open a folder of examples, checking shapes and formats against its manifest."""
+    """Open a folder of examples, checking sizes, shapes, formats and labels against its manifest."""
     manifest = read_manifest(path, EXAMPLES_FORMAT, FORMAT_VERSION)
     try:
         shape = tuple(int(size) for size in manifest["shape"])
@@ -96,6 +98,12 @@ def open_examples(path: Path) -> ExampleSet:
             float(manifest["mean"]),
             float(manifest["std"]),
             {name: _open_split(path, name, manifest) for name in SPLITS if name in manifest["splits"]},
+            manifest,
+            {
+                path / f"{name}.{kind}.npy": str(facts[f"{kind}_xxh3"])
+                for name, facts in manifest["splits"].items()
+                for kind in ("inputs", "labels")
+            },
         )
         if manifest["dtype"] not in INPUT_DTYPES or found.num_classes < 1 or not found.std > 0:
             raise ValueError("dtype, num_classes or std")
@@ -123,5 +131,16 @@ def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> Pair:
                 f"{list(shape)}: damaged",
                 hint=_REMAKE,
             )
+        if (size := file.stat().st_size) != array.offset + array.nbytes:
+            held = array.offset + array.nbytes
+            raise DataError(f"{file} has {size:,} bytes, its header says {held:,}: damaged", hint=_REMAKE)
         arrays.append(array)
-    return arrays[0], arrays[1]
+    inputs, labels = arrays
+    classes = int(manifest["num_classes"])
+    if len(strange := np.flatnonzero((labels < 0) | (labels >= classes))):
+        raise DataError(
+            f"{file} holds class {labels[strange[0]]} at position {strange[0]:,}; there are {classes}: "
+            "damaged",
+            hint=_REMAKE,
+        )
+    return inputs, labels

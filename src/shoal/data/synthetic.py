@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.config.sections import Config
-from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST
+from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST, seal
 from shoal.data.indexed import IndexedWriter, token_dtype
 from shoal.runtime.files import write_json
 
@@ -44,5 +44,5 @@ def write_dataset(folder: Path, config: Config, steps: int) -> Path:
         "tokenizer": {"file": None, "xxh3": ""},
         "splits": facts,
     }
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, seal(manifest))
     return folder

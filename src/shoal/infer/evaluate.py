@@ -17,6 +17,7 @@ from rich.table import Table
 
 from shoal.checkpoint.manifest import STATE, read_state
 from shoal.data.dataset import open_dataset
+from shoal.data.identity import refuse_other_tokenizer
 from shoal.errors import DataError, InputError
 from shoal.infer.cut import load_cut
 from shoal.infer.load import TextModel
@@ -39,6 +40,7 @@ class Measure:
     tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
     task_folder: Path | None = None  # with more of them
     limit: int = 0  # examples of a task; 0: all
+    allow_tokenizer_mismatch: bool = False
     split: str = "validation"
     seq_len: int = 0
     stride: int = 0
@@ -120,9 +122,12 @@ def of_split(loaded: TextModel, folder: Path, measure: Measure) -> Found:
             f"{loaded.checkpoint} has {loaded.model.shape.vocab_size} and {loaded.eod_id}",
             hint="evaluate its --text, or prepare it with the model's tokenizer",
         )
+    allow = measure.allow_tokenizer_mismatch
+    refuse_other_tokenizer(loaded.checkpoint, dataset.tokenizer_path, allow=allow)
     split = dataset.split(measure.split)
     if split is None:
         raise DataError(f"{folder} has no split {measure.split!r}", hint="use train, validation or test")
+    split.refuse_strange(split.tokens, 0)
     tokens = np.concatenate((np.array([loaded.eod_id], split.tokens.dtype), split.tokens))
     documents = np.split(tokens, np.flatnonzero(tokens == loaded.eod_id))
     num_bytes = sum(len(loaded.tokenizer.decode(document[1:].tolist()).encode()) for document in documents)

@@ -124,6 +124,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def digest_of(content: dict[str, Any]) -> str:
+    """Return the xxh3-128 digest of plain values, by which a manifest shows that it was not changed."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
 def append_json(path: Path, value: Any) -> None:
     """Add one line to a JSONL file; a kill may cut the last line short, which readers leave out."""
     try:

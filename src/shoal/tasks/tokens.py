@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
+from shoal.data.identity import refuse_other_tokenizer
 from shoal.data.loader import Loader, Windows
 from shoal.errors import DataError
 
@@ -63,6 +64,8 @@ class TokenData:
                 f"the data has {ours[0]}, end of document {ours[1]}",
                 hint=f"prepare the data with --tokenizer {checkpoint / 'tokenizer.json'}",
             )
+        allow = self.config.data.allow_tokenizer_mismatch
+        refuse_other_tokenizer(checkpoint, self.datasets[0].tokenizer_path, allow=allow)
 
     def rows(self, loader: Loader[NDArray[np.int64]]) -> list[tuple[str, str]]:
         """Say how long an epoch, a step and the run are."""
@@ -95,6 +98,8 @@ def open_tokens(config: Config) -> TokenData:
                 "datasets that are mixed need the same tokenizer",
                 hint=f"prepare {other.path} with --tokenizer {first.tokenizer_path}",
             )
+        allow = config.data.allow_tokenizer_mismatch
+        refuse_other_tokenizer(first.tokenizer_path, other.tokenizer_path, allow=allow)
     return TokenData(config, datasets)
 
 

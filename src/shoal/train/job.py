@@ -14,6 +14,7 @@ from shoal.checkpoint.store import CheckpointStore
 from shoal.config.load import to_toml
 from shoal.config.sections import Config, Runtime
 from shoal.config.sync_rules import strategy_of
+from shoal.data.verify import Verifier
 from shoal.gradsync.after_step import InStep, Update
 from shoal.gradsync.async_sgd import AsyncSgd, Pace
 from shoal.gradsync.held_back import HeldBack
@@ -61,6 +62,7 @@ class Job:
     metrics: Metrics
     profiler: StepProfiler
     checkpoints: CheckpointStore
+    verifier: Verifier
     stop: Stop
     skipped: int = 0  # steps left out so far, by fp16 overflow or by the guard
     saved_step: int = 0  # of the newest checkpoint that was committed or is being written
@@ -117,8 +119,19 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
             keep_every=config.checkpoint.keep_every,
             keep_every_weights_only=config.checkpoint.keep_every_weights_only,
         ),
+        verifier=_make_verifier(request, task, process),
         stop=stop,
     )
+
+
+def _make_verifier(request: Request, task: Task[Any, Any], process: Process) -> Verifier:
+    """Return what compares the data with its digests: on one rank of each host, as each may have its own."""
+    files: dict[Path, str] = {}
+    for dataset in task.data.datasets if process.seat.local_rank == 0 else ():
+        files |= dataset.digests
+    # The others wait for that rank where a checkpoint does.
+    patience_s = request.config.runtime.timeout_s / 4
+    return Verifier(files, request.config.data.verify, request.run_dir, patience_s)
 
 
 def _make_sync(

@@ -15,6 +15,7 @@ def train(job: Job) -> bool:
     Collective over the world.
     """
     step = start = job.sync.start(resume(job))
+    job.verifier.begin(start)
     job.metrics.start(start, job.sync)
     if job.evaluation_pending:
         validate(job, start)
@@ -39,7 +40,9 @@ def train(job: Job) -> bool:
         )
         if validation_is_due(job, step):
             validate(job, step)
+        job.verifier.poll()
         if save_is_due(job, step):
+            job.verifier.wait()
             save(job, step)
         job.checkpoints.poll()
         stopping = job.sync.stopping(step, asked=job.stop.requested(step))
@@ -52,10 +55,12 @@ def train(job: Job) -> bool:
 def _finish(job: Job, step: int) -> bool:
     """Save, wait for the commit, test the finished model; return False when the run is to be continued."""
     job.task.close()
+    done = step == job.config.train.steps
+    if done:  # a stop on request has no time for it
+        job.verifier.wait()
     save(job, step)
     job.sync.close()
     job.checkpoints.wait()
-    done = step == job.config.train.steps
     if done and job.test is not None:
         found = evaluate(job, job.test)
         done = found is not None

@@ -12,7 +12,7 @@ from shoal.parallel.tensor import local
 from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
 from shoal.train.job import Job
-from shoal.train.schedule import horizon, warmup_steps
+from shoal.train.schedule import horizon, min_lr, warmup_steps
 
 
 def print_page(job: Job) -> None:
@@ -67,12 +67,12 @@ def _model(job: Job) -> list[tuple[str, str]]:
 
 def _batch(job: Job) -> list[tuple[str, str]]:
     datasets = ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.task.data.datasets)
-    return [("data", datasets), *job.task.data.rows(job.task.loader)]
+    return [("data", datasets), ("verify", job.verifier.plan), *job.task.data.rows(job.task.loader)]
 
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
     config = job.config
-    kind, end = config.schedule.kind, f"{config.schedule.min_lr:g} at step {horizon(config)}"
+    kind, end = config.schedule.kind, f"{min_lr(config):g} at step {horizon(config)}"
     after = f"down to {end}" if kind in ("cosine", "linear", "wsd") else "then as its rule has it"
     return [
         (

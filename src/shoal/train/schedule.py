@@ -26,13 +26,23 @@ def horizon(config: Config) -> int:
     return config.schedule.decay_steps or config.train.steps
 
 
+def min_lr(config: Config) -> float:
+    """Return the rate at the end of the decay: a tenth of the peak where none is given, as GPT-3 had it.
+
+    (Brown et al. 2020, appendix B; also Chinchilla and LLaMA.) With 0 the last step would train nothing.
+    """
+    if config.schedule.min_lr is not None:
+        return config.schedule.min_lr
+    return config.optimizer.lr / 10 if config.schedule.kind in _SHAPES else 0.0
+
+
 def learning_rate(config: Config, step: int, skipped: int = 0) -> float:
     """Return the rate of optimiser step `step` (1-based), `skipped` steps before it having been left out.
 
     Skipped steps matter to the megatron_* kinds only. The last warm-up step and the next one have the peak;
     the step at the horizon and all later ones have min_lr, where the kind decays to it.
     """
-    peak, low, kind = config.optimizer.lr, config.schedule.min_lr, config.schedule.kind
+    peak, low, kind = config.optimizer.lr, min_lr(config), config.schedule.kind
     if kind.startswith("megatron_"):
         return _megatron(config, step - 1 - skipped)
     warmup, end = warmup_steps(config), horizon(config)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from shoal.data.dataset import EXAMPLES_FORMAT, MANIFEST, SPLITS
+from shoal.data.dataset import EXAMPLES_FORMAT, MANIFEST, SPLITS, seal
 from shoal.data.examples import FORMAT_VERSION, INPUT_DTYPES, ExampleSet, Pair, open_examples
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.splits import SplitPlan, allocate
@@ -70,7 +70,7 @@ def prepare_examples(options: PrepareOptions, console: Console) -> ExampleSet:
             with atomic_write(path) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
             facts[f"{kind}_xxh3"] = hash_file(path)
-    write_json(made, manifest)
+    write_json(made, seal(manifest))
     counts = ", ".join(f"{name} {len(labels):,}" for name, (_, labels) in splits.items())
     console.print(f"{options.output}: {counts} examples of {manifest['num_classes']} classes")
     return open_examples(options.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -74,6 +75,9 @@ def build_manifest(
     """Return the manifest and the record of each stage. Neither holds a time: same input, same bytes."""
     counters = _counters(summaries)
     assert counters["tokens"] == sum(fact["tokens"] for fact in facts.values()), (counters, facts)
+    documents_of = Counter[int]()
+    for summary in summaries:
+        documents_of.update(dict(summary.get("documents_of", ())))  # absent: begun by an earlier version
     stages: dict[str, dict[str, Any]] = {
         "parse": {
             "stage": "parse",
@@ -81,7 +85,10 @@ def build_manifest(
             "counters": {
                 name: counters[name] for name in ("documents_read", "rejected", "empty", "bytes_read")
             },
-            "files": [{"path": _shown(s.path), "role": s.role, "bytes": s.size} for s in sources],
+            "files": [
+                {"path": _shown(s.path), "role": s.role, "bytes": s.size, "documents": documents_of[number]}
+                for number, s in enumerate(sources)
+            ],
         },
         "tokenise": {
             "stage": "tokenise",

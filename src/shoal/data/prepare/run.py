@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset
+from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
 from shoal.data.prepare.engine import require_engine, run_ranges, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
@@ -30,6 +30,7 @@ from shoal.data.prepare.splits import SplitPlan, plan_split
 from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
+from shoal.data.verify import MEMORY
 from shoal.errors import DataError, InputError, StoppedError
 from shoal.runtime.files import atomic_write, disk_error, fsync, read_json, write_json
 
@@ -103,7 +104,7 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the folder for this process alone; refuse one that holds other people's files."""
-    ours = {WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
+    ours = {MEMORY, WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
     try:
         output.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in output.iterdir() if path.name not in ours)
@@ -323,7 +324,7 @@ def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
             if new.exists():
                 new.replace(old)
         fsync(paths.output)
-        write_json(paths.output / MANIFEST, manifest)
+        write_json(paths.output / MANIFEST, seal(manifest))
         shutil.rmtree(paths.output / WORK_DIR)
     except OSError as error:
         raise disk_error(error, paths.output) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,18 +58,19 @@ class RangeWorker:
         sources = {int(number): SourceFile(**facts) for number, facts in packed["files"].items()}
         data_path, summary_path = range_paths(self._folder, work.index)
         schema = tokenised_schema(self._tokenizer.vocab_size)
-        notes = Notes()
+        notes, documents_of = Notes(), Counter[int]()
         counts = {"rows": 0, "documents": 0, "empty": 0, "rejected": 0, "tokens": 0, "text_bytes": 0}
         with atomic_write(data_path) as file, pa.ipc.new_stream(file, schema) as out:
             for batch in parse_range(work, sources, self._form, notes):
                 check(min(notes.read_bytes(), work.num_bytes))
-                _count_text(counts, batch)
+                _count_text(counts, documents_of, batch)
                 for stage in self._stages:
                     batch = stage(batch)
                 counts["tokens"] += len(batch.column("tokens").flatten())
                 out.write_batch(batch)
         summary = {"index": work.index, "role": work.role, "bytes": work.num_bytes, **counts}
         summary["lines"] = [[segment.file, notes.lines.get(n, 0)] for n, segment in enumerate(work.segments)]
+        summary["documents_of"] = sorted(documents_of.items())
         write_json(summary_path, summary)
         check(0)
         return summary
@@ -118,8 +120,8 @@ def _with_ends(
     ]
 
 
-def _count_text(counts: dict[str, int], batch: pa.RecordBatch) -> None:
-    """Add a parsed batch to a range's counters."""
+def _count_text(counts: dict[str, int], documents_of: Counter[int], batch: pa.RecordBatch) -> None:
+    """Add a parsed batch to a range's counters, and its documents to those of each file."""
     sizes = pc.fill_null(pc.binary_length(batch.column("text")), 0)
     rejected = len(batch) - batch.column("reason").null_count
     counts["rows"] += len(batch)
@@ -127,4 +129,6 @@ def _count_text(counts: dict[str, int], batch: pa.RecordBatch) -> None:
     counts["text_bytes"] += pc.sum(sizes).as_py() or 0
     filled = pc.greater(sizes, 0)
     counts["empty"] += len(batch) - rejected - (pc.sum(filled).as_py() or 0)
-    counts["documents"] += pc.sum(pc.and_(filled, batch.column("starts"))).as_py() or 0
+    begun = batch.column("file").filter(pc.and_(filled, batch.column("starts"))).to_pylist()
+    counts["documents"] += len(begun)
+    documents_of.update(begun)

@@ -1,0 +1,127 @@
+"""`shoal dataset ls | verify | show`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from shoal.cli import app
+from shoal.data.dataset import open_dataset
+from shoal.errors import DataError, InputError
+
+
+def shoal(*words):
+    """Run a command in this process; return its status."""
+    return app([str(word) for word in words], result_action="return_value", exit_on_error=False)
+
+
+@pytest.fixture
+def corpus(prepare, tmp_path):
+    """Return a dataset of two files with 40 documents each, whose texts say where they were."""
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} number {n}"}) for n in range(40)]
+        lines[3] = json.dumps({"text": ""})  # not kept: all after it have a lower place
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    held_out = tmp_path / "held.txt"
+    held_out.write_text("held out")
+    options = {"split": "8,1,1", "test": (str(held_out),), "output": tmp_path / "sets/mine"}
+    return prepare(tmp_path / "a.jsonl", tmp_path / "b.jsonl", **options)[0]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+
+
+def test_ls_names_each_dataset_and_what_does_not_fit(corpus, tmp_path, capsys):
+    file = tmp_path / "ls.json"
+    assert shoal("dataset", "ls", tmp_path / "sets", "--json", file) == 0
+    (row,) = json.loads(file.read_text())["datasets"]
+    counted = {name: split.num_documents for name, split in corpus.splits.items()}
+    assert row["documents"] == sum(counted.values()) == 79
+    assert row["tokens"] == sum(split.num_tokens for split in corpus.splits.values())
+    assert row["size_bytes"] == sum(path.stat().st_size for path in corpus.digests)
+    assert (row["vocab_size"], row["tokenizer"], row["problem"]) == (257, "bytes", "")
+    assert "mine" in capsys.readouterr().out
+    flip(corpus.path / "train.bin")  # its size still fits
+    assert shoal("dataset", "ls", tmp_path / "sets", "--json", file) == 0
+    assert not json.loads(file.read_text())["datasets"][0]["problem"]
+    (corpus.path / "train.bin").write_bytes(b"")
+    assert shoal("dataset", "ls", tmp_path / "sets", "--json", file) == 0
+    assert "damaged" in json.loads(file.read_text())["datasets"][0]["problem"]
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.idx", "tokenizer.json", "manifest.json"])
+def test_verify_says_good_or_what_is_wrong(corpus, name, tmp_path, capsys):
+    assert shoal("dataset", "verify", corpus.path) == 0
+    assert capsys.readouterr().out == f"{corpus.path}: good\n"
+    flip(corpus.path / name)
+    assert shoal("dataset", "verify", tmp_path / "sets", "--json", tmp_path / "found.json") == 1
+    assert name in capsys.readouterr().out
+    assert name in json.loads((tmp_path / "found.json").read_text())["datasets"][0]["problem"]
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_show_finds_a_documents_text_and_the_file_it_came_from(corpus, split, tmp_path, capsys):
+    for number in range(corpus.split(split).num_documents):
+        file = tmp_path / "doc.json"
+        asked = ("--doc", number, "--split", split, "--json", file)
+        assert shoal("dataset", "show", corpus.path, *asked) == 0
+        shown = json.loads(file.read_text())["document"]
+        assert shown["text"] in capsys.readouterr().out
+        if split == "test":
+            assert shown["text"] == "held out"
+            assert shown["from"].startswith(f"{tmp_path}/held.txt, document 0 of 1")
+            continue
+        name, _, line = shown["text"].split()
+        place = int(line) - (int(line) > 3)
+        assert shown["from"].startswith(f"{tmp_path}/{name}.jsonl, document {place} of 39")
+
+
+def test_show_prints_facts_and_lineage(corpus, capsys):
+    assert shoal("dataset", "show", corpus.path) == 0
+    said = capsys.readouterr().out
+    for text in ("uint16", "tokenizer digest", "end of document", "split 8,1,1", "seed 1234", "rejected 0"):
+        assert text in said
+
+
+def test_a_document_whose_source_was_not_recorded_is_shown_all_the_same(corpus, tmp_path):
+    record = corpus.path / "stages/parse.json"
+    asked = ("dataset", "show", corpus.path, "--doc", 0, "--json", tmp_path / "doc.json")
+    record.write_text("{}")
+    with pytest.raises(DataError, match=r"parse.json lacks or garbles 'files'"):
+        shoal(*asked)
+    record.unlink()
+    assert shoal(*asked) == 0
+    assert json.loads((tmp_path / "doc.json").read_text())["document"]["from"].startswith(
+        "a file that was not"
+    )
+
+
+def test_labelled_examples_are_datasets_too(tmp_path, capsys):
+    np.savez(
+        tmp_path / "in.npz", x=np.zeros((40, 4), np.uint8) + np.arange(4, dtype=np.uint8), y=np.arange(40) % 2
+    )
+    shoal("prepare", tmp_path / "in.npz", "--output", tmp_path / "set", "--split", "8,1,1")
+    assert shoal("dataset", "verify", tmp_path / "set") == 0
+    assert shoal("dataset", "show", tmp_path / "set") == 0
+    assert "32 examples" in capsys.readouterr().out
+    with pytest.raises(InputError, match="holds no text"):
+        shoal("dataset", "show", tmp_path / "set", "--doc", "0")
+    flip(tmp_path / "set/train.inputs.npy")
+    assert shoal("dataset", "verify", tmp_path / "set") == 1
+
+
+def test_what_is_not_there_is_a_sentence(corpus, tmp_path):
+    with pytest.raises(InputError, match="is not a folder"):
+        shoal("dataset", "ls", tmp_path / "nosuch")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no dataset"):
+        shoal("dataset", "verify", tmp_path / "empty")
+    count = open_dataset(corpus.path).split("train").num_documents
+    for wrong in (-1, count):
+        with pytest.raises(InputError, match=f"split train of .* has {count} documents"):
+            shoal("dataset", "show", corpus.path, "--doc", wrong)
