@@ -12,6 +12,7 @@ from shoal.runtime.files import append_json, reading, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process
+from shoal.runtime.run_folder import clear_way
 from shoal.runtime.speed import measured_flops, peak_flops
 from shoal.tasks.task import Task
 from shoal.train.clock import PHASES, Rates, StepClock
@@ -197,6 +198,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
 
 
 def _set_aside(path: Path, bad: dict[int, bytes]) -> None:
+    clear_way(path)
     with path.open("ab") as file:
         file.writelines(text + b"\n" for text in bad.values())
     first, more = next(iter(bad)), f" and {len(bad) - 1} more" if len(bad) > 1 else ""
