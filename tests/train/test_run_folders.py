@@ -38,14 +38,14 @@ def test_a_run_goes_on_with_the_same_weights_or_says_which_file(pool, data, tmp_
     values = tiny_config(data, train={"steps": 6}, checkpoint={"every": 2})
     stride = 3  # no divisor of the number of faults: every file, every fault
     assert len(FAULTS) % stride
-    assert pool.run(run_cases, 1, tmp_path, values, 0, stride)[0] == []
+    assert pool.run(run_cases, 1, tmp_path, values, 0, stride, timeout=280)[0] == []
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("shift", [1, 2])
 def test_all_other_faults_of_all_files(pool, data, tmp_path, shift):
     values = tiny_config(data, train={"steps": 6}, checkpoint={"every": 2})
-    assert pool.run(run_cases, 1, tmp_path, values, shift, 3)[0] == []
+    assert pool.run(run_cases, 1, tmp_path, values, shift, 3, timeout=280)[0] == []
 
 
 def bound() -> None:
@@ -117,7 +117,8 @@ def test_lines_of_the_metrics_that_are_no_records_are_set_aside(pool, data, tmp_
     bad = [b'{"step": 2, "loss": "\xff"}', b"41", b'{"loss": 3}', b"[" * 100_000, b"9" * 5000, b"null"]
     metrics = tmp_path / "metrics.jsonl"
     good = metrics.read_bytes()
-    odd = b'{"step": 1, "loss": "high", "validation_loss": []}\n{"step": 2, "loss": 1, "tokens": 1e999}\n'
+    odd = b'{"step": 1, "loss": "high", "grad_norm": 1, "validation_loss": []}\n'
+    odd += b'{"step": 2, "loss": 1, "grad_norm": 1, "tokens": 1e999}\n'
     metrics.write_bytes(b"\n".join(bad) + b"\n" + odd + good + b'{"step": 5, "lo')
     result = pool.run(run_training, 1, tmp_path, values)[0]
     assert result["done"]

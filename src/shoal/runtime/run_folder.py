@@ -11,8 +11,8 @@ from shoal.runtime.files import alone_in, disk_error
 from shoal.runtime.log import log
 
 _FOLDERS = ("ranks", "compiled", "profile", "tensorboard", "postmortem", "replicas")
-_FILES = ("config.toml", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name")
-_FILES += ("ranks/stop-requested", "ranks/stopped")
+_MARKERS = ("ranks/stop-requested", "ranks/stopped")
+_FILES = ("config.toml", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name", *_MARKERS)
 _FILES_OF_RANK = ("log", "pid", "ring", "stack", "error.json")
 
 
