@@ -184,7 +184,9 @@ def ls(path: Path, *, json: Path | None = None) -> int:
 
 @checkpoint.command
 def verify(path: Path) -> int:
-    """Say what is wrong with each checkpoint; exit with 1 where anything is.
+    """Say what is wrong with each checkpoint, and take back what was set aside and is whole.
+
+    Exit status: 0 all that are in use are good, 1 one is not, or none is in use.
 
     Example: shoal checkpoint verify runs/first/checkpoints/step-00000600
 

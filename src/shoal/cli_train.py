@@ -250,7 +250,7 @@ def _join(request: Any, nproc: int | None, nnodes: int, world_size: int) -> int:
 
 def _be_island(request: Any) -> int:
     """Train one of the replicas that train apart, or be one of its ranks."""
-    from shoal.runtime.files import alone_in
+    from shoal.runtime.run_folder import held
     from shoal.runtime.seat import read_seat
     from shoal.runtime.stop import end_with_launcher
     from shoal.train.worker import run
@@ -259,14 +259,14 @@ def _be_island(request: Any) -> int:
         return run(request)
     end_with_launcher(request.island.launcher)
     request.check(request.island.size)
-    with alone_in(request.run_dir):
+    with held(request.run_dir):
         # A lost one is started again as a whole, to join the others.
         return _train(request, request.island.size, None if request.island.size == 1 else 0)
 
 
 def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tuple[Any, ...]) -> int:
     """Check what can be checked in one process, then train here or launch workers."""
-    from shoal.runtime.files import alone_in
+    from shoal.runtime.run_folder import held
 
     if nproc is None:
         hosts = place[0] if place else 1
@@ -278,7 +278,7 @@ def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tup
         return _start_islands(request, whole, nproc, max_restarts, place)
     if not place:
         request.check(nproc)
-        with alone_in(request.run_dir):
+        with held(request.run_dir):
             return _train(request, nproc, max_restarts)
     from shoal.runtime.log import log, to_screen
     from shoal.runtime.rendezvous import Place, Rendezvous
@@ -290,7 +290,7 @@ def _start(request: Any, nproc: int | None, max_restarts: int | None, place: tup
         request.check(hosts.world_size)
         # Node 0 holds the folder; where it is shared, the others would find it held.
         folder = request.run_dir / f"ranks/node-{hosts.node}" if hosts.node else request.run_dir
-        with alone_in(folder):
+        with held(folder):
             return _launch(request, nproc, max_restarts, hosts)
     finally:
         hosts.shutdown()
@@ -303,9 +303,12 @@ def _start_islands(
     from shoal.runtime.islands import Archipelago
     from shoal.runtime.log import to_screen
     from shoal.runtime.rendezvous import Place
+    from shoal.runtime.run_folder import clear_folder, in_sentences
 
     to_screen()
     request.check(whole.world_size)
+    with in_sentences(request.run_dir):
+        clear_folder(request.run_dir)  # each replica does so in its own
     dispensable = strategy_of(request.config).kind == "outer"
     return Archipelago(
         sys.argv[1:],

@@ -43,6 +43,10 @@ class CheckpointError(ShoalError):
     """A checkpoint that cannot be written, verified or loaded."""
 
 
+class UnreadableError(ShoalError):
+    """A file that could not be read this time; nothing is known about what is in it."""
+
+
 class StoppedError(ShoalError):
     """The user or the scheduler asked for a stop; what was done so far is kept."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +19,21 @@ from shoal.checkpoint.manifest import (
     describe,
     read_manifest,
     read_state,
+    step_name,
     step_of,
     verify,
 )
-from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, ShoalError
-from shoal.runtime.files import write_json, write_text
+from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, ShoalError, UnreadableError
+from shoal.runtime.files import alone_in, reading, write_json, write_text
 
 _SET_ASIDE = re.compile(r"bad-step-\d{8,12}(-\d+)?")
 
 
 def list_checkpoints(path: Path, json_file: Path | None = None) -> int:
     """Print one line a checkpoint, verified, newest first; damaged ones that were set aside come last."""
-    folder, checkpoints = _find(path)
+    checkpoints, aside = _find(path)
     rows = [_row(checkpoint) for checkpoint in checkpoints]
-    set_aside = sorted(p.name for p in folder.glob("bad-step-*") if _SET_ASIDE.fullmatch(p.name))
+    set_aside = [checkpoint.name for checkpoint in aside]
     table = Table(box=None)
     for heading in ("checkpoint", "size", "saved (UTC)", "loss", "holds"):
         table.add_column(heading, no_wrap=True, justify="right" if heading in ("size", "loss") else "left")
@@ -50,23 +52,57 @@ def list_checkpoints(path: Path, json_file: Path | None = None) -> int:
 
 
 def verify_checkpoints(path: Path) -> int:
-    """Read every file again, print a line a checkpoint, and return 1 where one is damaged."""
-    damaged = False
-    for checkpoint in _find(path)[1]:
-        problems = verify(checkpoint)
-        damaged = damaged or bool(problems)
+    """Read every file again, print a line a checkpoint, and return 1 where one in use is not good.
+
+    What was set aside and is whole is taken back into use; 1 also where nothing is in use.
+    """
+    checkpoints, aside = _find(path)
+    good = []
+    for checkpoint in checkpoints:
+        problems = _problems(checkpoint)
+        good.append(not problems)
         print(f"{checkpoint.name}: {'; '.join(problems) or 'good'}")
-    return EXIT_FAILED if damaged else EXIT_DONE
+    for checkpoint in aside:
+        taken, told = _take_back(checkpoint)
+        good += [True] * taken
+        print(f"{checkpoint.name}: {told}")
+    return EXIT_DONE if good and all(good) else EXIT_FAILED
+
+
+def _take_back(aside: Path) -> tuple[bool, str]:
+    """Give what was set aside its name again where it is whole; return whether, and the sentence to tell."""
+    if problems := _problems(aside):
+        return False, f"set aside: {'; '.join(problems)}"
+    step = read_manifest(aside).step
+    if not aside.name.startswith(f"bad-{step_name(step)}"):
+        return False, f"set aside: its manifest says step {step}"
+    if os.path.lexists(aside.with_name(step_name(step))):
+        return False, f"good, but stays set aside: {step_name(step)} is there, too; remove one of the two"
+    try:
+        with alone_in(aside.parents[aside.parent.name == "checkpoints"]):
+            target = commit.take_back(aside, step)
+            commit.point_latest_again(target.parent)
+    except InputError as error:  # a run is at work here
+        return False, f"good, but stays set aside: {error.message}"
+    return True, f"good, and in use again as {target.name}"
+
+
+def _problems(checkpoint: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, or why it cannot be read."""
+    try:
+        return verify(checkpoint)
+    except UnreadableError as error:
+        return [error.message]
 
 
 def remove_checkpoint(path: Path, force: bool = False) -> int:
     """Remove one checkpoint folder, good or set aside; the newest good one only with `force`."""
-    path = path.resolve()
-    if not path.is_dir() or (step_of(path) is None and not _SET_ASIDE.fullmatch(path.name)):
+    path = _absolute(path)  # a link goes, not what it leads to
+    if not os.path.lexists(path) or (step_of(path) is None and not _SET_ASIDE.fullmatch(path.name)):
         raise InputError(
             f"{path} is not a checkpoint folder", hint="give one like runs/NAME/checkpoints/step-00000600"
         )
-    newest = next((checkpoint for checkpoint in committed(path.parent) if not verify(checkpoint)), None)
+    newest = next((checkpoint for checkpoint in committed(path.parent) if not _problems(checkpoint)), None)
     if path == newest and not force:
         raise InputError(
             f"{path} is the newest good checkpoint: the run would go on from an older one, or from the start",
@@ -83,12 +119,12 @@ def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
 
     `path` has one part and becomes whole; `folders` hold copies of the others: runs, or what lies in them.
     """
-    checkpoint = _find(path)[1][0]
+    checkpoint = next(iter(_find(path)[0]), path)
     if problems := verify(checkpoint):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {describe(problems)}")
     manifest = read_manifest(checkpoint)
     wanted = {name: entry for files in manifest.elsewhere.values() for name, entry in files.items()}
-    sources = [found for folder in folders for found in _find(folder)[1]]
+    sources = [found for folder in folders for found in _find(folder)[0]]
     for name, entry in wanted.items():
         if not check_file(checkpoint, name, entry):
             continue  # brought by an earlier, interrupted call
@@ -107,17 +143,27 @@ def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
     return EXIT_DONE
 
 
-def _find(path: Path) -> tuple[Path, list[Path]]:
-    """Return the checkpoints folder and its checkpoints; `path` may be a run, that folder or a checkpoint."""
-    if not path.is_dir():
-        raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
-    path = path.resolve()
-    if step_of(path) is not None or (path / MANIFEST).exists():
-        return path.parent, [path]
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not (found := committed(folder)):
+def _find(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return checkpoints, and those set aside; `path` may be a run, its checkpoints folder or one of them."""
+    with reading(path):
+        path = _absolute(path)
+        if _SET_ASIDE.fullmatch(path.name):
+            return [], [path]
+        if not path.is_dir() and step_of(path) is None:
+            raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
+        if step_of(path) is not None or (path / MANIFEST).exists():
+            return [path], []
+        folder = path / "checkpoints" if (path / "checkpoints").exists() else path
+        found, names = committed(folder), os.listdir(folder)
+    aside = [folder / name for name in sorted(names) if _SET_ASIDE.fullmatch(name)]
+    if not found + aside:
         raise InputError(f"{folder} holds no checkpoint", hint="checkpoints are folders named step-NNNNNNNN")
-    return folder, found
+    return found, aside
+
+
+def _absolute(path: Path) -> Path:
+    """Return `path` with its folder's real name; a link in its last place stays one."""
+    return path.parent.resolve() / path.name
 
 
 def _row(checkpoint: Path) -> dict[str, Any]:
@@ -128,7 +174,7 @@ def _row(checkpoint: Path) -> dict[str, Any]:
         "created": "",
         "loss": None,
         "holds": "",
-        "problems": verify(checkpoint),
+        "problems": _problems(checkpoint),
     }
     try:
         manifest = read_manifest(checkpoint)

@@ -6,6 +6,7 @@ with a leading dot does not exist for readers and goes at the next start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -25,21 +26,30 @@ from shoal.checkpoint.manifest import (
 from shoal.errors import InputError, ShoalError
 from shoal.runtime.files import fsync, write_text
 from shoal.runtime.log import log
+from shoal.runtime.run_folder import clear_way
 
 LATEST = "LATEST"
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill left behind: half-written saves, half-done removals, half-done thinning."""
-    if not folder.is_dir():
-        return
-    for path in (*folder.glob(".step-*"), *folder.glob(".whole-*")):
-        shutil.rmtree(path)
-    names = (f".{LATEST}.*.tmp", f"step-*/.{MANIFEST}.*.tmp", ".nonce-*", ".gather-*")
+    checkpoints = committed(folder)  # or says why they cannot be listed
+    names = (".step-*", ".whole-*", f".{LATEST}.*.tmp", f"step-*/.{MANIFEST}.*.tmp", ".nonce-*", ".gather-*")
     for path in (path for name in names for path in folder.glob(name)):
-        path.unlink()
-    for checkpoint in committed(folder):
+        discard(path)
+    for checkpoint in checkpoints:
         thin_out_files(checkpoint)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, folder or link, and nothing that a link leads to; what resists is named and stays."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("warning: leftover %s could not be removed, and stays: %s", path, error.strerror or error)
 
 
 def start_writing(folder: Path, step: int) -> Path:
@@ -56,7 +66,10 @@ def begin_whole(part: Path) -> Path:
     whole.mkdir(parents=True)
     for name in read_manifest(part).files if part.exists() else ():
         (whole / name).parent.mkdir(exist_ok=True)
-        os.link(part / name, whole / name)
+        try:
+            os.link(part / name, whole / name)
+        except OSError:  # behind a link to another disk, say
+            shutil.copyfile(part / name, whole / name)
     return whole
 
 
@@ -75,7 +88,7 @@ def adopt(checkpoint: Path, name: str, source: Path) -> None:
 def end_whole(checkpoint: Path) -> None:
     """Remove what `begin_whole` made; any other checkpoint stays."""
     if checkpoint.parent.name.startswith(".whole-"):
-        shutil.rmtree(checkpoint.parent)
+        discard(checkpoint.parent)
 
 
 def write_files(hidden: Path, files: dict[str, bytes]) -> None:
@@ -107,8 +120,11 @@ def point_latest(checkpoint: Path) -> None:
     """Move LATEST to a checkpoint that was verified."""
     latest = checkpoint.parent / LATEST
     text = f"{step_of(checkpoint)}\n"
-    if not latest.is_file() or latest.read_text(encoding="utf-8", errors="replace") != text:
-        write_text(latest, text)
+    clear_way(latest)
+    with contextlib.suppress(OSError):  # it is replaced, then
+        if latest.read_text(encoding="utf-8", errors="replace") == text:
+            return
+    write_text(latest, text)
 
 
 def point_latest_again(folder: Path) -> None:
@@ -116,32 +132,49 @@ def point_latest_again(folder: Path) -> None:
     if left := committed(folder):
         point_latest(left[0])
     else:
-        (folder / LATEST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / LATEST).unlink()
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint so that it is never chosen again; return its new path."""
+    """Rename a damaged checkpoint so that it is not chosen again; return its new path."""
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         target = checkpoint.with_name(f"bad-{checkpoint.name}{suffix}")
-        if not target.exists():
+        if not os.path.lexists(target):
             checkpoint.rename(target)
             fsync(checkpoint.parent)
             return target
     raise InputError(f"{checkpoint.parent} holds a thousand damaged copies of {checkpoint.name}")
 
 
+def take_back(aside: Path, step: int) -> Path:
+    """Give what was set aside its name again; return its new path. No step of that name may be there."""
+    target = aside.with_name(step_name(step))
+    aside.rename(target)
+    fsync(target.parent)
+    return target
+
+
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill in the middle leaves a hidden folder, never half a checkpoint."""
+    """Remove a checkpoint; a kill in the middle leaves a hidden folder, never half a checkpoint.
+
+    Of a link only the link goes: the folder that it leads to is the user's.
+    """
+    if checkpoint.is_symlink():
+        log.info("%s was a link: the folder it leads to stays: %s", checkpoint.name, os.readlink(checkpoint))
     hidden = checkpoint.with_name(f".{checkpoint.name}.rm-{secrets.token_hex(4)}")
     checkpoint.rename(hidden)
     fsync(checkpoint.parent)
-    shutil.rmtree(hidden)
+    discard(hidden)
 
 
 def keep_weights_only(checkpoint: Path) -> None:
-    """Drop everything but the weights and the small files: first from the manifest, then from the disk."""
+    """Drop everything but the weights and the small files: first from the manifest, then from the disk.
+
+    What a link leads to stays whole.
+    """
     manifest = read_manifest(checkpoint)
-    if manifest.weights_only:
+    if manifest.weights_only or checkpoint.is_symlink():
         return
     kept = {
         name: entry
@@ -163,9 +196,10 @@ def thin_out_files(checkpoint: Path) -> None:
         weights_only = read_manifest(checkpoint).weights_only
     except ShoalError:
         return  # damaged: for the verification to name, not for us to touch
-    for path in checkpoint.iterdir():
-        if weights_only and path.is_dir() and path.name != WEIGHTS:
-            shutil.rmtree(path)
+    if weights_only and not checkpoint.is_symlink():
+        for path in checkpoint.glob("*/"):
+            if path.name != WEIGHTS:
+                discard(path)
 
 
 def retain(folder: Path, *, keep_last: int, keep_every: int, keep_every_weights_only: bool) -> None:

@@ -5,7 +5,9 @@ Nothing in here imports torch, trusts a file, or needs a process group.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import stat
 from dataclasses import asdict, dataclass, field
@@ -16,9 +18,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from shoal.config.load import config_from_toml
-from shoal.errors import CheckpointError, InputError, ShoalError
+from shoal.errors import CheckpointError, InputError, ShoalError, UnreadableError
 from shoal.models.shape import ModelShape, resolve_shape
-from shoal.runtime.files import MAX_JSON_BYTES, digest_of, hash_file, read_json
+from shoal.runtime.files import MAX_JSON_BYTES, digest_of, hash_file, read_json, reading
 
 FORMAT = "shoal-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -79,23 +81,29 @@ def step_of(path: Path) -> int | None:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Return the checkpoints in a checkpoints folder, newest first, verified or not."""
-    if not folder.is_dir():
-        return []
-    found = [
-        (step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()
-    ]
+    """Return what has a checkpoint's name in a checkpoints folder, newest first, verified or not.
+
+    Links count, too. A folder that cannot be listed is an UnreadableError: nothing may be made in its place.
+    """
+    with reading(folder):
+        if _mode(folder) is None:
+            return []
+        paths = [folder / name for name in os.listdir(folder)]
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def read_plain_json(path: Path, what: str) -> Any:
     """Read a JSON file that must be an ordinary file: a link or a pipe from a stranger is refused."""
-    if not _is_plain(path):
-        raise CheckpointError(f"{what} {path} is missing or not an ordinary file")
-    try:
-        return read_json(path, what)
-    except InputError as error:
-        raise CheckpointError(error.message) from error
+    with reading(path):
+        try:
+            if _is_plain(path):
+                return read_json(path, what)
+        except InputError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise CheckpointError(error.message) from error
+    raise CheckpointError(f"{what} {path} is missing or not an ordinary file")
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -141,12 +149,13 @@ def _is_file_list(files: object) -> bool:
 def read_text(checkpoint: Path, name: str) -> str:
     """Return a small text file of a checkpoint, such as config.toml."""
     path = checkpoint / name
-    if not _is_plain(path) or path.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is missing, too large or not an ordinary file")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not text: {error}") from error
+    with reading(path):
+        if not _is_plain(path) or path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is missing, too large or not an ordinary file")
+        try:
+            return path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not text: {error}") from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -177,16 +186,27 @@ def verify(checkpoint: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     """Return what is wrong with a checkpoint, in sentences; nothing where it is as it was written.
 
     With `parts` > 1 only every `parts`-th file is read (ranks share the work); sizes are always checked.
+    What cannot be read is an UnreadableError, and no damage: the error may pass.
     """
     try:
-        manifest = read_manifest(checkpoint)
-        problems = _wrong_step(checkpoint, manifest) + _extra_files(checkpoint, manifest)
-        for index, (name, entry) in enumerate(sorted(manifest.files.items())):
-            problems += check_file(checkpoint, name, entry, read=index % parts == part)
+        with reading(checkpoint):
+            return _problems(checkpoint, part, parts)
+    except UnreadableError as error:
+        with reading(checkpoint):
+            if _mode(checkpoint) is None:  # retention took it meanwhile
+                return [f"{checkpoint} is there no more"]
+        raise error
     except ShoalError as error:
         return [error.message]
-    except OSError as error:
-        return [f"{checkpoint} cannot be read: {error.strerror or error}"]
+
+
+def _problems(checkpoint: Path, part: int, parts: int) -> list[str]:
+    if checkpoint.is_symlink():
+        checkpoint.stat()  # one that leads nowhere, to a disk that is not mounted perhaps
+    manifest = read_manifest(checkpoint)
+    problems = _wrong_step(checkpoint, manifest) + _extra_files(checkpoint, manifest)
+    for index, (name, entry) in enumerate(sorted(manifest.files.items())):
+        problems += check_file(checkpoint, name, entry, read=index % parts == part)
     return problems
 
 
@@ -212,8 +232,13 @@ def _extra_files(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 def check_file(checkpoint: Path, name: str, entry: dict[str, Any], *, read: bool = True) -> list[str]:
     """Return what is wrong with one listed file; `read` checks its digest and tensor header too."""
+    with reading(checkpoint / name):
+        return _check_file(checkpoint, name, entry, read=read)
+
+
+def _check_file(checkpoint: Path, name: str, entry: dict[str, Any], *, read: bool) -> list[str]:
     path = checkpoint / name
-    if not _is_plain(path) or path.parent.is_symlink():
+    if not _is_plain(path) or (path.parent != checkpoint and path.parent.is_symlink()):
         return [f"{name} is missing or not an ordinary file"]
     if (size_bytes := path.stat().st_size) != entry["size_bytes"]:
         return [f"{name} has {size_bytes} bytes, the manifest says {entry['size_bytes']}"]
@@ -230,28 +255,41 @@ def _check_tensor_file(path: Path, name: str) -> list[str]:
     try:
         with safe_open(path, framework="numpy"):  # checks header length, JSON, offsets and file size
             return []
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         return [f"{name} is not a safetensors file: {error}"]
+    except OSError:  # whatever the system said comes as "no such file", without a number
+        path.open("rb").close()
+        raise
 
 
 def _is_plain(path: Path) -> bool:
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def _mode(path: Path) -> int | None:
+    """Return what stands at a path, links not followed; None for nothing, an OSError where nobody knows."""
     try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except (OSError, ValueError):
-        return False
+        return path.lstat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
 
 
 def resolve_checkpoint(path: Path) -> Path:
     """Return a verified checkpoint: `path` itself, or the newest good one of a run or checkpoints folder."""
-    if not path.is_dir():
-        raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
-    if (path / MANIFEST).exists() or step_of(path) is not None:
+    with reading(path):
+        if not path.is_dir():
+            raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
+        is_one = step_of(path) is not None or (path / MANIFEST).exists()
+        is_run = (path / "checkpoints").exists()
+    if is_one:
         if problems := verify(path):
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {describe(problems)}", hint="choose another one"
             )
         return _refuse_part(path)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / "checkpoints" if is_run else path
     damaged = []
     for candidate in committed(folder):
         if not (problems := verify(candidate)):

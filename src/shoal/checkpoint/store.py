@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -56,7 +57,7 @@ from shoal.checkpoint.tensors import (
     write_folder,
 )
 from shoal.checkpoint.transfer import receive_file, send_file
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointError, ShoalError, UnreadableError
 from shoal.runtime.failure import is_peer_loss
 from shoal.runtime.files import disk_error
 from shoal.runtime.log import log
@@ -129,7 +130,8 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """Return the newest checkpoint that verifies and can be trained on from; rank 0 decides, all obey.
 
-        A damaged one is named and renamed to bad-step-..., for good. Collective over `group`.
+        A damaged one is named and renamed to bad-step-...; where one cannot be read, nothing is touched and
+        all ranks raise. Collective over `group`.
         """
         self.wait()
         while (path := self._newest()) is not None:
@@ -210,7 +212,7 @@ class CheckpointStore:
 
     def _verify_part(self, path: Path) -> list[str]:
         mates = [rank for rank, first in enumerate(self._firsts) if first == self._firsts[self._rank]]
-        if any(self._firsts) and not path.exists():
+        if any(self._firsts) and not os.path.lexists(path):
             return []  # other hosts have it
         return verify(path, part=mates.index(self._rank), parts=len(mates))
 
@@ -337,9 +339,13 @@ def _sentence(error: Exception, folder: Path) -> tuple[str, str]:
 def _is_there(folder: Path, step: int) -> bool:
     """Say whether a good checkpoint of this step is there; a damaged one is set aside."""
     present = folder / step_name(step)
-    if not present.exists():
+    if not os.path.lexists(present):
         return False
-    if problems := verify(present):
+    try:
+        problems = verify(present)
+    except UnreadableError as error:
+        problems = [error.message]
+    if problems:
         _set_aside(present, problems)
         return False
     return not read_manifest(present).weights_only
@@ -348,7 +354,7 @@ def _is_there(folder: Path, step: int) -> bool:
 def _make_room(folder: Path, step: int) -> Path:
     """Return the hidden folder to write into; what is there of this step, and not enough, goes."""
     present = folder / step_name(step)
-    if present.exists():  # weights alone, or a part whose others are lost
+    if os.path.lexists(present):  # weights alone, or a part whose others are lost
         commit.remove(present)
     return commit.start_writing(folder, step)
 
@@ -383,7 +389,7 @@ def _point_latest(path: Path) -> None:
 
 
 def _set_aside(path: Path, problems: list[str]) -> None:
-    if not path.exists():  # on this host
+    if not os.path.lexists(path):  # on this host
         return
     target = commit.set_aside(path)
     log.error("checkpoint %s is damaged and set aside as %s: %s", path.name, target.name, describe(problems))

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.manifest import WEIGHTS, resolve_checkpoint
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, UnreadableError
+from shoal.runtime.files import reading
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
@@ -127,7 +128,8 @@ def read_folder(path: Path, tensors: Tensors, group: dist.ProcessGroup | None) -
     Raises only on the ranks where something failed: the caller agrees.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    _dcp(dcp.load, tensors, group, storage_reader=HuggingFaceStorageReader(str(path)), planner=planner)
+    with reading(path):
+        _dcp(dcp.load, tensors, group, storage_reader=HuggingFaceStorageReader(str(path)), planner=planner)
 
 
 def _dcp(
@@ -165,7 +167,10 @@ def saved_shapes(path: Path, folder_names: Iterable[str]) -> dict[str, torch.Siz
                 f"{path} holds no {folder} tensors", hint="`shoal checkpoint ls` says what each one holds"
             )
         try:
-            metadata = HuggingFaceStorageReader(str(path / folder)).read_metadata()
+            with reading(path / folder):
+                metadata = HuggingFaceStorageReader(str(path / folder)).read_metadata()
+        except UnreadableError:
+            raise
         except Exception as error:  # whatever a strange file makes the reader stumble over
             raise CheckpointError(f"the tensors in {path / folder} cannot be read: {error!r}") from error
         for name, entry in metadata.state_dict_metadata.items():

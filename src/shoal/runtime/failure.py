@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -84,7 +85,7 @@ def read_failure(run_dir: Path, rank: int, attempt: int, exit_code: int) -> Fail
         sentence = f"rank {rank} was killed by signal {-exit_code} ({name}){hint}"
         return Failure(rank, time.time(), sentence, echo=-exit_code == signal.SIGTERM)
     path = rank_folder(run_dir, rank) / "error.json"
-    if path.exists():
+    with contextlib.suppress(ShoalError, KeyError, TypeError):  # none, or not one that a rank has left
         report = read_json(path, "error report")
         if report["attempt"] == attempt:
             return Failure(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError, ShoalError, UnreadableError
 
 MAX_JSON_BYTES = 64 << 20  # a larger JSON file is not one of ours
 _READ_BYTES = 4 << 20
@@ -111,6 +112,33 @@ def disk_error(error: OSError, path: Path) -> ShoalError:
         hint = "a file stands where a folder is needed, or a folder where a file is: choose another path"
         return InputError(f"{path} cannot be written: {error.strerror}", hint=hint)
     return ShoalError(f"cannot write {path}: {error.strerror or error}")
+
+
+def read_error(error: OSError | MemoryError, path: Path) -> UnreadableError:
+    """Turn a failure to read `path` into a sentence; what is in the file may be whole.
+
+    Libraries in Rust lose the number of the error, or keep it in their text alone.
+    """
+    number = getattr(error, "errno", None) or (errno.ENOMEM if isinstance(error, MemoryError) else None)
+    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(found[1])
+    path = Path(getattr(error, "filename", None) or path)
+    what = f"{path}, a link to {os.readlink(path)}," if os.path.islink(path) else str(path)
+    why = f"{os.strerror(number)} ({errno.errorcode.get(number, number)})" if number else str(error)
+    return UnreadableError(
+        f"{what} cannot be read: {why}",
+        hint="nothing was changed: make it readable (permissions, mounts, limits), then run the same command "
+        "again; to go on without it, move it away",
+    )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise an UnreadableError where the block cannot read `path`, or what lies below it."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise read_error(error, path) from error
 
 
 def write_text(path: Path, text: str) -> None:

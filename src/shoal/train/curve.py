@@ -17,12 +17,13 @@ def draw_curve(lines: list[dict[str, Any]], path: Path, unit: str) -> Path | Non
         return None
     from matplotlib.figure import Figure
 
-    train = [(line[unit], line["loss"]) for line in lines if "loss" in line]
-    place_of = {line["step"]: line[unit] for line in lines if "loss" in line}
+    steps = [line for line in lines if _holds(line, unit) and _holds(line, "loss")]
+    train = [(line[unit], line["loss"]) for line in steps]
+    place_of = {line["step"]: line[unit] for line in steps}
     validation = [
         (place_of[line["step"]], line["validation_loss"])
         for line in lines
-        if "validation_loss" in line and line["step"] in place_of
+        if _holds(line, "validation_loss") and line["step"] in place_of
     ]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=unit, ylabel=f"loss (nats per {unit[:-1]})", title=path.parent.name)
@@ -37,3 +38,9 @@ def draw_curve(lines: list[dict[str, Any]], path: Path, unit: str) -> Path | Non
         log.warning(f"no loss curve: {disk_error(error, path)}")
         return None
     return path
+
+
+def _holds(line: dict[str, Any], name: str) -> bool:
+    """Say whether a line has a figure of this name that can be drawn; somebody may have edited the file."""
+    figure = line.get(name)
+    return isinstance(figure, int | float) and not abs(figure) > 1e300

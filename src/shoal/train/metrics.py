@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.gradsync.after_step import InStep
-from shoal.runtime.files import append_json, write_text
+from shoal.runtime.files import append_json, reading, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process
+from shoal.runtime.run_folder import clear_way
 from shoal.runtime.speed import measured_flops, peak_flops
 from shoal.tasks.task import Task
 from shoal.train.clock import PHASES, Rates, StepClock
@@ -62,9 +63,10 @@ class Metrics:
         """
         self._sync, self._sent_bytes = sync, sync.traffic.num_bytes if sync.traffic else 0
         if self._process.rank == 0 and self._path.exists():
-            kept = [
-                line for line in read_metrics(self._path) if line["step"] <= step and "test_loss" not in line
-            ]
+            told, bad = _parse(self._path)
+            if bad:
+                _set_aside(self._path.with_name(f"{self._path.name}.bad"), bad)
+            kept = [line for line in told if line["step"] <= step and "test_loss" not in line]
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._sinks.start(step)
 
@@ -174,14 +176,33 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; a last line cut short by a kill is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    """Read metrics.jsonl; what is no record of a step, such as a line cut short by a kill, is left out."""
+    return _parse(path)[0]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """Return the records in metrics.jsonl, and by number what else is in it but a last line cut short."""
+    with reading(path):
+        *lines, last = path.read_bytes().split(b"\n")
+    told, bad = [], {}
+    for number, text in enumerate((*lines, last), start=1):
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines
+            record = json.loads(text.decode())
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            told.append(record)
+        elif number <= len(lines):
+            bad[number] = text
+    return told, bad
+
+
+def _set_aside(path: Path, bad: dict[int, bytes]) -> None:
+    clear_way(path)
+    with path.open("ab") as file:
+        file.writelines(text + b"\n" for text in bad.values())
+    first, more = next(iter(bad)), f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    log.warning(f"warning: line {first}{more} of {path.stem} cannot be read: set aside in {path}")
 
 
 def _duration(seconds: float) -> str:

@@ -79,7 +79,8 @@ def _refuse_to_start_over(job: Job) -> None:
     if damaged:
         raise CheckpointError(
             f"all checkpoints of {job.run_dir} are damaged: {', '.join(path.name for path in damaged)}",
-            hint="restore one from a copy, or start anew with another --run-dir",
+            hint=f"`shoal checkpoint verify {job.run_dir}` takes back what is whole; else restore one from a "
+            "copy, or start anew with another --run-dir",
         )
 
 

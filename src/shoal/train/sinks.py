@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from shoal.config.sections import Config
 from shoal.errors import ConfigError
-from shoal.runtime.files import write_text
+from shoal.runtime.files import reading, write_text
 from shoal.runtime.log import log
 
 _QUEUE_LINES = 1000  # some 5 MB; what a sink cannot keep up with is left out
@@ -178,6 +178,11 @@ class _Trackio:
 def _run_name(run_dir: Path) -> str:
     """Return the name that services know this run folder by, the same after a resume."""
     file = run_dir / "sinks-name"
-    if not file.exists():
-        write_text(file, f"{run_dir.name}-{uuid.uuid4().hex[:6]}\n")
-    return file.read_text(encoding="utf-8").strip()
+    name = ""
+    if file.exists():
+        with reading(file):
+            name = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not name.isprintable() or name in ("", "\ufffd"):  # none yet, or not what was written here
+        name = f"{run_dir.name}-{uuid.uuid4().hex[:6]}"
+        write_text(file, f"{name}\n")
+    return name

@@ -20,6 +20,7 @@ from shoal.runtime.forking import all_is_loaded
 from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
+from shoal.runtime.run_folder import in_sentences
 from shoal.runtime.seat import Seat, read_seat
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.runtime.watch import limit_s, watch_from_within
@@ -36,10 +37,11 @@ def run(request: Request) -> int:
         end_with_launcher(launcher)
     all_is_loaded()
     seat = read_seat() or Seat()
-    to_rank_file(request.run_dir, seat.rank, seat.attempt)
     quieten_libraries()
     try:
-        done = _train(request)
+        with in_sentences(request.run_dir):
+            to_rank_file(request.run_dir, seat.rank, seat.attempt)
+            done = _train(request)
     except BaseException as error:
         record_failure(request.run_dir, seat.rank, seat.attempt, error)
         if seat.world_size == 1 and not launched_by_us():

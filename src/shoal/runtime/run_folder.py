@@ -1,0 +1,62 @@
+"""A run's folder while it is in use: what stands in the way of its files, and errors about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.runtime.files import alone_in, disk_error
+from shoal.runtime.log import log
+
+_FOLDERS = ("ranks", "compiled", "profile", "tensorboard", "postmortem", "replicas")
+_MARKERS = ("ranks/stop-requested", "ranks/stopped")
+_FILES = ("config.toml", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name", *_MARKERS)
+_FILES_OF_RANK = ("log", "pid", "ring", "stack", "error.json")
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Hold a run's folder for this process, as `alone_in`, with nothing in the way of what a run writes."""
+    with alone_in(run_dir), in_sentences(run_dir):
+        clear_folder(run_dir)
+        yield
+
+
+@contextmanager
+def in_sentences(run_dir: Path) -> Iterator[None]:
+    """Turn what the system says about a path in `run_dir` into a sentence; other errors stay as they are."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        if path is None or not path.is_relative_to(run_dir):
+            raise
+        raise disk_error(error, path) from error
+
+
+def clear_folder(run_dir: Path) -> None:
+    """Set aside all that stands in the way of a run's files. Call it before the run writes any of them."""
+    for name in _FOLDERS:
+        clear_way(run_dir / name, folder=True)
+    for name in _FILES:
+        clear_way(run_dir / name)
+    for rank in run_dir.glob("ranks/rank-*[0-9]"):
+        clear_way(rank, folder=True)
+        for name in _FILES_OF_RANK:
+            clear_way(rank / name)
+
+
+def clear_way(path: Path, *, folder: bool = False) -> None:
+    """Rename to NAME.bad what stands where a run writes a file, or needs a `folder`, and is none.
+
+    A link counts as what it leads to; one that leads nowhere is set aside, too.
+    """
+    if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+        return
+    names = (f"{path.name}.bad", *(f"{path.name}.{number}.bad" for number in range(2, 1000)))
+    target = next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
+    path.rename(target)
+    what = "folder" if folder else "file"
+    log.warning("warning: %s is no %s: it is set aside as %s", path, what, target.name)

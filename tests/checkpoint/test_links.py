@@ -1,0 +1,139 @@
+"""Checkpoints that were moved and linked, and leftovers of every kind: none blocks a start or a save."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint import commit
+from shoal.checkpoint.commands import remove_checkpoint
+from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
+from shoal.errors import UnreadableError
+from tests.checkpoint.damage import files_of, permissions_count
+from tests.checkpoint.ranks import load_latest, open_store, save_steps
+from tests.pool import Pool
+
+
+def move_and_link(checkpoint: Path) -> Path:
+    """Move a checkpoint to another place, as to a larger disk, with a link in its stead."""
+    large = checkpoint.parents[2] / "large"
+    large.mkdir(exist_ok=True)
+    moved = checkpoint.rename(large / checkpoint.name)
+    checkpoint.symlink_to(moved)
+    return moved
+
+
+@pytest.fixture
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000020"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_linked_checkpoint_is_resumed_from(pool: Pool, run: Path, newest: Path, world_size: int):
+    move_and_link(newest)
+    assert verify(newest) == []
+    assert pool.run(load_latest, world_size, run / "checkpoints") == [20] * world_size
+
+
+def save_and_keep_one(folder: Path, steps: list[int]) -> None:
+    save_steps(folder, steps, keep_last=1)
+
+
+def test_retention_removes_the_link_and_not_what_it_leads_to(pool: Pool, run: Path, newest: Path):
+    moved = [move_and_link(newest.with_name("step-00000010")), move_and_link(newest)]
+    before = [files_of(folder) for folder in moved]
+    pool.run(save_and_keep_one, 1, run / "checkpoints", [30, 40])
+    assert [path.name for path in committed(run / "checkpoints")] == ["step-00000040"]
+    assert [files_of(folder) for folder in moved] == before
+    assert not list((run / "checkpoints").glob(".step-*"))
+    assert pool.run(load_latest, 1, run / "checkpoints") == [40]
+
+
+def test_thinning_leaves_what_is_linked_whole(run: Path, newest: Path):
+    moved = move_and_link(newest)
+    commit.keep_weights_only(newest)
+    assert (moved / "optimizer").is_dir()
+    assert verify(newest) == []
+
+
+def test_rm_removes_the_link_alone(run: Path, newest: Path):
+    moved = move_and_link(newest)
+    remove_checkpoint(newest, force=True)
+    assert not os.path.lexists(newest)
+    assert verify(moved) == []
+    assert (newest.parent / "LATEST").read_text() == "10\n"
+
+
+def test_a_link_that_leads_nowhere_stops_a_start_and_no_save(pool: Pool, run: Path, newest: Path):
+    newest.rename(newest.with_name("elsewhere"))
+    newest.symlink_to("not-mounted")
+    with pytest.raises(UnreadableError, match="a link to not-mounted, cannot be read"):
+        resolve_checkpoint(run)
+    with pytest.raises(AssertionError, match="a link to not-mounted, cannot be read"):
+        pool.run(load_latest, 1, run / "checkpoints")
+    assert os.readlink(newest) == "not-mounted"
+    pool.run(save_steps, 1, run / "checkpoints", [20])
+    assert os.readlink(newest.with_name("bad-step-00000020")) == "not-mounted"
+    assert pool.run(load_latest, 1, run / "checkpoints") == [20]
+
+
+def test_a_file_with_a_steps_name_is_set_aside(pool: Pool, run: Path, newest: Path):
+    newest.with_name("step-00000030").write_text("mine")
+    assert pool.run(load_latest, 1, run / "checkpoints") == [20]
+    assert newest.with_name("bad-step-00000030").read_text() == "mine"
+
+
+def leave_rubbish(folder: Path, elsewhere: Path) -> None:
+    """Leave files, links and folders under the names of leftovers."""
+    (folder / ".step-x").write_text("")
+    (folder / ".step-y").symlink_to(elsewhere)
+    (folder / ".step-z").symlink_to("nowhere")
+    (folder / ".whole-x").write_text("")
+    for name in (".nonce-x", ".gather-x", ".LATEST.1.tmp", ".step-00000010.rm-abcd"):
+        (folder / name / "in").mkdir(parents=True)
+
+
+def test_leftovers_of_every_kind_go_and_nothing_behind_them(pool: Pool, run: Path, newest: Path):
+    leave_rubbish(newest.parent, run / "checkpoints/step-00000010")
+    assert pool.run(load_latest, 1, run / "checkpoints") == [20]
+    assert not list(newest.parent.glob(".*"))
+    assert verify(newest.with_name("step-00000010")) == []
+
+
+def open_and_save(folder: Path) -> None:
+    with permissions_count():
+        open_store(folder)
+        save_steps(folder, [30])
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_stays(
+    pool: Pool, run: Path, newest: Path, caplog: pytest.LogCaptureFixture
+):
+    stuck = newest.with_name(".step-00000010.rm-abcd")
+    (stuck / "model").mkdir(parents=True)
+    (stuck / "model/shard").write_text("")
+    (stuck / "model").chmod(0o555)
+    with permissions_count():
+        commit.remove_leftovers(newest.parent)
+    assert f"leftover {stuck} could not be removed, and stays: Permission denied" in caplog.text
+    pool.run(open_and_save, 1, newest.parent)
+    assert stuck.is_dir()
+    assert verify(newest.with_name("step-00000030")) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling", "itself", "unreadable"])
+def test_nothing_at_latest_stops_a_start(pool: Pool, run: Path, kind: str):
+    latest = run / "checkpoints/LATEST"
+    latest.unlink()
+    if kind == "folder":
+        (latest / "mine").mkdir(parents=True)
+    elif kind == "unreadable":
+        latest.write_text("7\n")
+        latest.chmod(0)
+    else:
+        latest.symlink_to("LATEST" if kind == "itself" else "nowhere")
+    assert pool.run(load_latest, 1, run / "checkpoints") == [20]
+    assert latest.read_text() == "20\n"
+    assert kind != "folder" or (run / "checkpoints/LATEST.bad/mine").is_dir()
