@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.errors import DataError
 
-_MAX_GROWTH = 64.0  # characters made of one, by rules that replace text
+_MAX_GROWTH = 256.0  # characters made of one, by rules that replace text; ALBERT's may make 108
 _MAX_ADDED = 1 << 10  # characters put before a text, or into a word
 _MAX_TOKEN = 1 << 16  # characters of one token: a longer one makes a long text of few ids
 _MAX_WORD = 1 << 14  # characters of a word that WordPiece looks through again and again
