@@ -31,7 +31,7 @@ from typing import Any
 
 from shoal import errors
 from shoal.data.prepare.work import RangeWorker, WorkSpec
-from shoal.errors import ConfigError, ShoalError, StoppedError
+from shoal.errors import ConfigError, ShoalError
 
 _POLL_S = 0.2
 _DEATH_S = 3.0  # how long Daft, which waits for a dead worker for ever, may have left to say
@@ -101,7 +101,6 @@ def run_ranges(
         driver.wait()
         with contextlib.suppress(BrokenPipeError):
             driver.stdin.close()
-        _wait_for_workers(folder)
         remove_leftovers(folder)
 
 
@@ -111,6 +110,7 @@ def remove_leftovers(root: Path) -> None:
     A run does so itself, if it is not killed; then the next one does.
     """
     for note in root.rglob(_SCRATCH):
+        _wait_for_workers(note.parent)  # of a run that was killed a moment ago
         scratch = Path(note.read_text(errors="replace"))
         if _SCRATCH_NAME.fullmatch(scratch.name) and scratch.is_absolute():
             shutil.rmtree(scratch, ignore_errors=True)
@@ -195,7 +195,9 @@ class _Job:
         """Do one range; what goes wrong is a result, not an exception: Daft would hide it in its own."""
         try:
             self._worker = self._worker or RangeWorker(self._spec)
-            return json.dumps(self._worker.run(json.loads(packed), self._check))
+            summary = json.dumps(self._worker.run(json.loads(packed), self._check))
+            self._leave_if_alone()
+            return summary
         except ShoalError as error:
             return json.dumps({"error": [type(error).__name__, error.message, error.hint]})
         except Exception:
@@ -204,8 +206,12 @@ class _Job:
     def _check(self, read_bytes: int) -> None:
         """Note how far this worker is; leave when the driver is gone."""
         os.pwrite(self._alive.fileno(), b"%20d" % read_bytes, 0)
+        self._leave_if_alone()
+
+    def _leave_if_alone(self) -> None:
+        """End this process where the driver is gone: its answer would stay in shared memory."""
         if os.getppid() != self._driver:
-            raise StoppedError("stopped on request")
+            os._exit(1)
 
 
 def _partial_bytes(path: Path) -> int:
