@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(CHECKS, BELOW_TOP | TOP),
     "cli": BELOW_TOP | TOP | CHECKS | {"cli_train", "cli_models"},
     **dict.fromkeys(("cli_train", "cli_models"), BELOW_TOP | TOP | CHECKS),
-    "__main__": {"cli"},
+    "__main__": {"cli", "runtime"},
     "": set(),
 }
 MUST_NOT_LOAD_TORCH = (

@@ -1,3 +1,24 @@
-from shoal.cli import main
+"""The first thing that runs: signals are heard before anything is loaded."""
 
-main()
+from __future__ import annotations
+
+import signal
+import sys
+
+from shoal.runtime.startup import Stopped, hear_stops
+
+
+def main() -> None:
+    """Run the `shoal` command; what a stop request interrupts ends with a sentence and 128 + the signal."""
+    hear_stops()
+    try:
+        from shoal.cli import main as run
+
+        run()
+    except Stopped as stopped:
+        print(f"stopped by {stopped}", file=sys.stderr)
+        sys.exit(128 + signal.Signals[str(stopped)])
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -13,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from shoal.cli_models import evaluate, export, generate, import_, serve
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 from shoal.runtime.openmp import sleep_sooner
+from shoal.runtime.startup import say_start
 
 app = App(
     name="shoal",
@@ -348,6 +348,7 @@ def collectives(
     plot
         Draw times over sizes into this PNG.
     """
+    say_start()
     from shoal.bench.collectives import command
 
     return command(nproc, transport, algorithms, sizes, dtype, json, plot)
@@ -404,6 +405,7 @@ def gradsync(
     plot
         Draw loss over seconds a mini-batch, with bytes as area, into this PNG.
     """
+    say_start()
     from shoal.bench.gradsync import Ask, command
 
     ask = Ask(strategies, workers, networks, link, steps, global_batch_size, data, runs)
@@ -440,9 +442,6 @@ def main() -> None:
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:  # `shoal ... | head`
         sys.stderr.close()
         sys.exit(EXIT_FAILED)

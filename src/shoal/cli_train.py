@@ -14,6 +14,7 @@ from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError, InputError
+from shoal.runtime.startup import say_start
 
 
 def train(
@@ -84,9 +85,11 @@ def train(
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
+    workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
+    say_start(f"starting {workers} workers, " if workers > 1 else "")
     gc.disable()  # until all is loaded
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
-    if max_restarts is not None or nnodes > 1 or (nproc or (words.world_size if words else 1)) > 1:
+    if max_restarts is not None or nnodes > 1 or workers > 1:
         _load_for_workers()
     keep_memory()
     from shoal.train.request import Request
@@ -134,9 +137,10 @@ def parity(
     settings
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
+    resolved = load_config(config, _given(settings, data, None, None))
+    say_start()
     from shoal.parity.command import parity as run
 
-    resolved = load_config(config, _given(settings, data, None, None))
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
 
 
@@ -194,11 +198,12 @@ def advise(
         Any setting of the configuration, as --section.field VALUE. Each strategy takes those of the section
         sync that it reads.
     """
-    from shoal.bench.advise import Wish, command
-
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
     resolved = load_config(source, _given(settings, data, None, None))
+    say_start()
+    from shoal.bench.advise import Wish, command
+
     return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 
 

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from shoal.checkpoint import foreign
+from shoal.checkpoint import pickles
 from shoal.checkpoint.export import export
-from shoal.checkpoint.foreign import Told, read_pickle
+from shoal.checkpoint.foreign import Told
 from shoal.checkpoint.importing import Wanted, run
 from shoal.checkpoint.manifest import file_entry, read_manifest, verify
+from shoal.checkpoint.pickles import read_pickle
 from shoal.config.layout import parse_layout
 from shoal.errors import CheckpointError, InputError
 from shoal.infer.load import load_decoder
@@ -416,7 +417,7 @@ def test_a_compressed_or_large_structure_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"is compressed, which torch\.save never does"):
         read_pickle(tmp_path / "bomb.pt")
     torch.save(list(range(3_000)), tmp_path / "large.pt")
-    monkeypatch.setattr(foreign, "_MAX_PICKLE_BYTES", 1_000)
+    monkeypatch.setattr(pickles, "_MAX_BYTES", 1_000)
     with pytest.raises(CheckpointError, match=r"has a structure of 0 MiB: refused"):
         read_pickle(tmp_path / "large.pt")
 

@@ -6,10 +6,12 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -121,6 +123,65 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
     assert process.wait(timeout=120) == 0, process.communicate()[0]
     assert content(output) == whole
     assert kills >= 4
+
+
+def outside(folder):
+    """List what lies in a temporary folder, and our own names in shared memory."""
+    shared = Path("/dev/shm")
+    names = (
+        [p.name for p in shared.iterdir() if not p.name.startswith(("psm_", "sem."))]
+        if shared.is_dir()
+        else []
+    )
+    return {*(str(p) for p in folder.rglob("*")), *names}
+
+
+def test_what_a_kill_leaves_outside_of_the_output_is_gone_after_the_next_start(
+    corpus, whole, tmp_path, monkeypatch
+):
+    temporary, output = tmp_path / "tmp", tmp_path / "d"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = outside(temporary)
+    process = start(corpus, output)
+    while not list(output.glob(".work/*/ranges/worker-*")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    left = outside(temporary) - before
+    assert any("shoal-" in name for name in left)
+    planted = Path("/dev/shm") / f"{next(temporary.glob('shoal-*')).name.removeprefix('shoal-')}0a0a"
+    planted.write_bytes(b"a batch that nobody reads")
+    process = start(corpus, output)
+    assert process.wait(timeout=180) == 0, process.communicate()[0]
+    assert outside(temporary) == before
+    assert content(output) == whole
+
+
+def test_shared_memory_of_the_engine_has_a_name_of_ours(monkeypatch, tmp_path):
+    script = (
+        "from shoal.data.prepare import engine; from multiprocessing import shared_memory; "
+        "engine._name_shared_memory(); s = shared_memory.SharedMemory(create=True, size=8); print(s.name); "
+        "s.close(); s.unlink()"
+    )
+    folder = tmp_path / "shoal-ab12cd_9"
+    folder.mkdir()
+    env = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"ab12cd_9[0-9a-f]{4}\n", done.stdout)
+
+
+def test_only_folders_with_a_name_of_ours_are_removed(tmp_path):
+    root, kept = tmp_path / "work", tmp_path / "photos"
+    for folder in (root, kept, tmp_path / "shoal-ab12cd_9"):
+        folder.mkdir()
+    (root / "scratch").write_text(str(kept))
+    engine.remove_leftovers(root)
+    assert kept.is_dir()
+    (root / "scratch").write_text(str(tmp_path / "shoal-ab12cd_9"))
+    engine.remove_leftovers(root)
+    assert not (tmp_path / "shoal-ab12cd_9").exists()
 
 
 def test_a_dead_worker_is_told_and_the_next_run_continues(corpus, whole, tmp_path):

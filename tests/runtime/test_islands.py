@@ -17,10 +17,10 @@ import torch.distributed as dist
 from shoal.bench.hosts import NAMES
 from shoal.errors import EXIT_STOPPED
 from shoal.runtime import islands
-from shoal.runtime.forking import SIGNALS
 from shoal.runtime.islands import Archipelago
 from shoal.runtime.log import to_screen
 from shoal.runtime.rendezvous import Place
+from shoal.runtime.startup import SIGNALS
 from shoal.runtime.stop import STARTED
 from tests.tiny_dataset import random_dataset
 from tests.train.test_command import Running, command, nothing_stays, same_weights, shoal, weights

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.runtime.device import select_device
-from shoal.runtime.forking import SIGNALS
 from shoal.runtime.process import take_seat
 from shoal.runtime.seat import Seat
+from shoal.runtime.startup import SIGNALS
 from shoal.runtime.stop import STARTED, Stop
 
 

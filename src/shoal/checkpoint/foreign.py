@@ -1,16 +1,12 @@
 """Checkpoints of other programs, opened but not loaded: names, shapes, and tensors one at a time.
 
-Safetensors are mapped into memory. Pickles (nanoGPT, Megatron, pytorch_model.bin) go through torch's
-restricted reader, which makes tensors, containers and numbers only; a few named classes become inert objects,
-and anything else is refused by its name.
+Safetensors are mapped into memory, pickles (nanoGPT, Megatron, pytorch_model.bin) read by `pickles`.
 """
 
 from __future__ import annotations
 
-import pickle
-import pickletools
+import math
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.checkpoint.hugging_face import model_of
+from shoal.checkpoint.manifest import refuse_imagined
+from shoal.checkpoint.pickles import read_pickle
 from shoal.checkpoint.tables import EMBEDDINGS, Entry, Family, family_of, table
 from shoal.config.sections import Model
 from shoal.errors import CheckpointError, InputError
@@ -29,10 +27,9 @@ from shoal.models.decoder import Decoder
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import read_json
 
-_MAX_PICKLE_BYTES = 64 << 20  # of the structure, without its tensors
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # constants that some files hold
 _TRACKER = "latest_checkpointed_iteration.txt"
-_ASKED = re.compile(r"GLOBAL (\S+)|global (\S+)|type (\S+)")
+_MAX_STEP = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,7 @@ class Foreign:
 
     def entries(self) -> list[Entry]:
         """Return the table's entries; a CheckpointError names tensors that are missing or unknown."""
-        if self.model.n_layers > len(self.names):
-            raise CheckpointError(
-                f"{self.source['path']} holds fewer tensors than {self.model.n_layers} layers"
-            )
+        self._refuse_imagined()
         entries = table(self.family, self.shape)
         if self.family == "nanogpt":  # may be without biases
             entries = [e for e in entries if e.theirs in self.names or not e.theirs.endswith(".bias")]
@@ -74,6 +68,14 @@ class Foreign:
             raise CheckpointError(f"{self.source['path']} {' and '.join(parts)}")
         self._check_shapes(entries)
         return entries
+
+    def _refuse_imagined(self) -> None:
+        """Refuse sizes that no file of these tensors can have, before anything is made of that size."""
+        path, shape = self.source["path"], self.shape
+        if shape.n_layers > len(self.names):
+            raise CheckpointError(f"{path} holds fewer tensors than {shape.n_layers} layers")
+        held = sum(map(math.prod, self.names.values())) * int(self.source.get("model_parallel", 1))
+        refuse_imagined(shape, held, path)
 
     def _check_shapes(self, entries: list[Entry]) -> None:
         shape, ranks = self.shape, self.source.get("model_parallel", 1)
@@ -199,8 +201,12 @@ def _tensors(content: Any, path: Path, prefix: str = "") -> Reader:
     return {name: tuple(tensor.shape) for name, tensor in named.items()}, named.__getitem__
 
 
-def _number(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
+def _step(content: Mapping[Any, Any], key: str, path: Path) -> int:
+    """Return how many steps a file says it was trained for; 0 where it does not say."""
+    value = content.get(key, 0)
+    if not isinstance(value, int | float) or not 0 <= value < _MAX_STEP:
+        raise CheckpointError(f"{path} has {key} = {str(value)[:50]}, which is no number of steps")
+    return int(value)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -211,90 +217,6 @@ def _is_plain(tensor: Any) -> bool:
         and tensor.device.type == "cpu"
         and tensor.nbytes <= tensor.untyped_storage().nbytes()
     )
-
-
-class _Inert:
-    """Takes the place of a class that a file may name and that nobody needs: it holds what it is given."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-_ADMITTED = [
-    f"{module}.{name}"
-    for module, names in {
-        "numpy.core.multiarray": ("_reconstruct", "scalar"),
-        "numpy._core.multiarray": ("_reconstruct", "scalar"),
-        "numpy": ("ndarray", "dtype"),
-        "fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-        "argparse": ("Namespace",),
-    }.items()
-    for name in names
-]
-
-
-def read_pickle(path: Path) -> Any:
-    """Read what `torch.save` wrote, running nothing: tensors (mapped from the file), containers, numbers.
-
-    A CheckpointError names what else the file asked for, or says that it is damaged.
-    """
-    try:
-        is_zip = zipfile.is_zipfile(path)
-        if is_zip:
-            _refuse_large_pickle(path)
-        with torch.serialization.safe_globals([(_Inert, name) for name in _ADMITTED]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a strange file makes the reader stumble over
-        if (name := _asked_for(path, error)) is not None:
-            raise CheckpointError(
-                f"{path} asks for {name}: refused, as tensors, containers and numbers need none of it",
-                hint="do not load it with another program either, unless you know who made it",
-            ) from error
-        kind = type(error).__name__
-        raise CheckpointError(f"{path} is no file of torch.save, or damaged ({kind})") from error
-
-
-def _asked_for(path: Path, error: Exception) -> str | None:
-    """Return the name that a pickle was refused for; torch gives it for protocol 2 only."""
-    if not isinstance(error, pickle.UnpicklingError):
-        return None
-    if told := _ASKED.search(str(error)):
-        return next(group for group in told.groups() if group).rstrip(".,`'")
-    strings: list[str] = []
-    try:
-        for operation, argument, _ in pickletools.genops(_structure(path)):
-            if operation.name == "GLOBAL" and not str(argument).startswith(("torch", "collections")):
-                return str(argument).replace(" ", ".")
-            if operation.name == "STACK_GLOBAL":
-                return ".".join(strings[-2:])
-            if isinstance(argument, str):
-                strings.append(argument)
-    except (ValueError, zipfile.BadZipFile, OSError):
-        pass
-    return None
-
-
-def _structure(path: Path) -> bytes:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            return archive.read(name)
-    with path.open("rb") as file:
-        return file.read(_MAX_PICKLE_BYTES)
-
-
-def _refuse_large_pickle(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{path} is compressed, which torch.save never does")
-            if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{path} has a structure of {entry.file_size >> 20} MiB: refused")
 
 
 def _open_nanogpt(path: Path, told: Told) -> Foreign:
@@ -324,7 +246,7 @@ def _open_nanogpt(path: Path, told: Told) -> Foreign:
         model,
         shapes,
         lambda name: [get(name)],
-        step=_number(content.get("iter_num")),
+        step=_step(content, "iter_num", path),
         source={"format": "nanoGPT", "path": str(path.resolve())},
     )
     return _with_moments(foreign, [content.get("optimizer")], path)
@@ -360,7 +282,7 @@ def _open_megatron(path: Path, told: Told) -> Foreign:
         _megatron_model(shapes, len(files), told, folder),
         shapes,
         lambda name: [get(name) for _, get in models],
-        step=_number(ranks[0].get("iteration")),
+        step=_step(ranks[0], "iteration", files[0]),
         source={"format": "Megatron-LM 2021", "path": str(folder.resolve()), "model_parallel": len(files)},
     )
     return _with_moments(foreign, [content.get("optimizer") for content in ranks], folder)
@@ -444,7 +366,7 @@ def _with_moments(foreign: Foreign, states: Sequence[Any], path: Path) -> Foreig
         foreign,
         parts=weights,
         moments=(lambda name, key: [part[name] for part in adam[key]]) if known else None,
-        optimizer_step=next(_steps(held[0]), foreign.step) if known else 0,
+        optimizer_step=next(_steps(held[0], path), foreign.step) if known else 0,
         source={**foreign.source, "optimizer": "imported" if known else "not in an order that is known"},
     )
 
@@ -466,8 +388,11 @@ def _flat(groups: Any) -> list[Any]:
     return [weight for group in groups for weight in group] if isinstance(groups, list) else []
 
 
-def _steps(state: Mapping[str, Any]) -> Iterator[int]:
+def _steps(state: Mapping[str, Any], path: Path) -> Iterator[int]:
     """Yield how many steps an Adam has taken: of a parameter, or of a group in FusedAdam's layout."""
-    for place in (*state["state"].values(), *state.get("param_groups", ())):
-        if "step" in place:
-            yield int(place["step"])
+    groups = state.get("param_groups")
+    for place in (*state["state"].values(), *(groups if isinstance(groups, list) else ())):
+        if isinstance(place, dict) and "step" in place:
+            step = place["step"]
+            one = isinstance(step, Tensor) and step.numel() == 1
+            yield _step({"step": step.item() if one else step}, "step", path)

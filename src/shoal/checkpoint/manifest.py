@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.config.load import config_from_toml
 from shoal.errors import CheckpointError, InputError, ShoalError, UnreadableError
+from shoal.models.counts import count_parameters
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import MAX_JSON_BYTES, digest_of, hash_file, read_json, reading
 
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 WEIGHTS = "model"  # the sub-folder that weights-only retention keeps
 MAX_FILES = 1_000_000
+_LEAST_LAYER_BYTES = 400  # of the names of its tensors
 _STEP_FOLDER = re.compile(r"step-(\d{8,12})")
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading dot: neither hidden nor ".."
 _FILE_NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
@@ -177,9 +179,24 @@ def read_decoder(checkpoint: Path) -> tuple[ModelShape, int]:
         )
     try:
         vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
-    return resolve_shape(config.model, vocab_size), eod_id
+    shape = resolve_shape(config.model, vocab_size)
+    held = sum(file.stat().st_size for file in (checkpoint / WEIGHTS).glob("*"))
+    refuse_imagined(shape, held - _LEAST_LAYER_BYTES * shape.n_layers, str(checkpoint))
+    return shape, eod_id
+
+
+def refuse_imagined(shape: ModelShape, held: int, where: str) -> None:
+    """Refuse a shape of more numbers than the files hold, before anything is made of that size."""
+    counts = count_parameters(shape)
+    needed = counts.block_matrices + counts.positions + shape.vocab_size * shape.d_model
+    if needed > held:
+        size = f"{shape.n_layers} layers, {shape.d_model} wide, of {shape.vocab_size} ids"
+        raise CheckpointError(
+            f"{where}: {size} take more numbers than the files hold: {max(0, held):,} at most",
+            hint="the configuration belongs to other files, or somebody changed it",
+        )
 
 
 def verify(checkpoint: Path, *, part: int = 0, parts: int = 1) -> list[str]:

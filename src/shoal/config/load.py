@@ -91,7 +91,7 @@ def _read(path: Path) -> str:
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.data.bytelevel import BYTE_OF, byte_level_merges, cut_rule, tiktoken_ranks, to_chars
 from shoal.data.cut import ANYWHERE, Cut, sentencepiece_cut
+from shoal.data.growth import refuse_growth
 from shoal.errors import DataError
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer.json has some 40 MB
@@ -129,9 +130,11 @@ class JsonBackend:
         from tokenizers import Tokenizer as Reference
 
         spec = _parse_json(content, where)
+        refuse_growth(spec, where)
         with _said(f"tokenizer {where} cannot be loaded"):
             self.reference: Any = Reference.from_str(content)
         self.reference.no_truncation()
+        self.reference.post_processor = None  # adds special tokens, or a text again and again
         self.reference.no_padding()
         if getattr(self.reference.model, "dropout", None):
             self.reference.model.dropout = None  # the same text must have the same ids

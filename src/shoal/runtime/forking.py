@@ -24,11 +24,10 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from shoal.errors import EXIT_FAILED
+from shoal.runtime.startup import SIGNALS
 
 # What a rank needs, and what the launcher of an island does.
 PRELOADED = ("shoal.cli", "shoal.cli_train", "shoal.train.worker", "shoal.runtime.launch")
-# By which a stop is asked for. A whole process group or job step may get them; its launcher passes them on.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.01
 

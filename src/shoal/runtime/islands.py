@@ -27,7 +27,8 @@ from shoal.runtime.device import physical_cores
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.rendezvous import RUN_AGAIN, Place, connect, open_store
-from shoal.runtime.seat import ISLAND, Island, island_folder
+from shoal.runtime.seat import Island, island_folder
+from shoal.runtime.startup import ISLAND, SIGNALS
 from shoal.runtime.stop import STARTED
 
 LOST_S = 10.0  # silence after which an island is left out
@@ -98,7 +99,7 @@ class Archipelago:
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
             f"are in {self._run_dir / 'replicas'}"
         )
-        for number in forking.SIGNALS:
+        for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         while self._children or self._due:
@@ -152,7 +153,7 @@ class Archipelago:
         return share
 
     def _on_end(self, replica: int, code: int) -> None:
-        if self._stopping and code == -signal.SIGTERM:
+        if self._stopping and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
             code = EXIT_STOPPED  # before its first step: its last checkpoint stands
         if code in (EXIT_DONE, EXIT_STOPPED):
             self._statuses[replica] = code

@@ -24,10 +24,10 @@ from shoal.runtime.log import log, quieten_libraries
 from shoal.runtime.postmortem import conclude
 from shoal.runtime.rendezvous import Place, Rendezvous
 from shoal.runtime.ring import ring_path
+from shoal.runtime.startup import LAUNCHED, SIGNALS
 from shoal.runtime.stop import STARTED, stop_marker, stopped_marker
 from shoal.runtime.watch import Watch, heard, told
 
-_LAUNCHED = "SHOAL_LAUNCHED"
 _MONITOR_S = 0.1
 _GRACE_S = 5  # for ranks to leave after a peer was lost; one that waits for a GPU hears no SIGTERM
 
@@ -39,7 +39,7 @@ def launched_by_us() -> bool:
 
 def launcher_pid() -> int | None:
     """Return the process id of the `launch` that started this worker."""
-    pid = os.environ.get(_LAUNCHED)
+    pid = os.environ.get(LAUNCHED)
     return int(pid) if pid else None
 
 
@@ -61,7 +61,7 @@ def launch(
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    os.environ[_LAUNCHED] = str(os.getpid())  # inherited by the workers
+    os.environ[LAUNCHED] = str(os.getpid())  # inherited by the workers
     os.environ.setdefault(STARTED, str(time.time()))
     rendezvous = rendezvous or Rendezvous(Place(), nproc, timeout_s=0)
     spec = WorkerSpec(
@@ -101,7 +101,7 @@ class _Agent(LocalElasticAgent):
 
     def listen(self) -> None:
         """Pass the user's signals on as a stop request."""
-        for number in forking.SIGNALS:
+        for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 
@@ -109,7 +109,7 @@ class _Agent(LocalElasticAgent):
         """Say last on the screen why the job failed; return its exit status."""
         assert self._last_failure is not None, "the agent failed without a failed worker"
         if stop_marker(self._run_dir).exists() and self._last_failure.echo:
-            log.info("stopped before the first step: the last committed checkpoint stands")
+            log.info("stopped before the first step; nothing to save")
             return EXIT_STOPPED
         print(f"error: {self._last_failure}", file=sys.stderr)
         return self._last_failure.exit_code

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import InputError
-
-ISLAND = "SHOAL_ISLAND"  # the variable by which a replica that is a world of its own is told its place
+from shoal.runtime.startup import ISLAND
 
 # Rank, number of ranks, rank and number on this host: of Open MPI, and of MPICH and its kin.
 _MPI = (

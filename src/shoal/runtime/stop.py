@@ -11,9 +11,9 @@ from types import FrameType
 
 from shoal.config.sections import Runtime
 from shoal.runtime.failure import record_failure
-from shoal.runtime.forking import SIGNALS
 from shoal.runtime.log import log
 from shoal.runtime.process import Process
+from shoal.runtime.startup import SIGNALS
 
 _ORPHAN_GRACE_S = 2.0  # time for the launcher to say that a SIGTERM was the user's wish
 STARTED = "SHOAL_STARTED"  # when the first launcher began: the time limit counts over restarts

@@ -13,7 +13,9 @@ import importlib.util
 import json
 import math
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,17 +25,21 @@ import time
 import traceback
 from collections.abc import Generator, Iterator
 from dataclasses import asdict
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
 from shoal import errors
 from shoal.data.prepare.work import RangeWorker, WorkSpec
-from shoal.errors import ConfigError, ShoalError, StoppedError
+from shoal.errors import ConfigError, ShoalError
 
 _POLL_S = 0.2
 _DEATH_S = 3.0  # how long Daft, which waits for a dead worker for ever, may have left to say
 _LEAVE_S = 5.0  # how long workers may take to leave after a stop
 _ALIVE = "worker-{}"  # each worker holds a lock on its own file as long as it lives
+_SCRATCH = "scratch"  # the file that names the folder for sockets
+_SCRATCH_NAME = re.compile(r"shoal-[a-z0-9_]{8}")  # as tempfile makes it
+_SHARED_MEMORY = Path("/dev/shm")
 _LOG_NAME = "engine.log"
 _LOG_TAIL = 2000
 _DRIVER = "from shoal.data.prepare.engine import drive; drive()"
@@ -67,7 +73,8 @@ def run_ranges(
     for old in folder.glob(_ALIVE.format("*")):
         old.unlink()
     reader, writer = os.pipe()
-    scratch = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)  # for Daft's sockets
+    scratch = Path(tempfile.mkdtemp(prefix="shoal-"))  # for Daft's sockets, whose paths must be short
+    (folder / _SCRATCH).write_text(str(scratch))
     with (folder / _LOG_NAME).open("wb") as log:
         driver = subprocess.Popen(
             [sys.executable, "-c", _DRIVER, str(writer)],
@@ -75,7 +82,7 @@ def run_ranges(
             stdout=log,
             stderr=log,
             pass_fds=[writer],
-            env={**os.environ, **_SILENT, "TMPDIR": scratch.name},
+            env={**os.environ, **_SILENT, "TMPDIR": str(scratch)},
             start_new_session=True,  # Ctrl-C reaches the whole group; the caller decides
         )
     os.close(writer)
@@ -94,8 +101,35 @@ def run_ranges(
         driver.wait()
         with contextlib.suppress(BrokenPipeError):
             driver.stdin.close()
-        _wait_for_workers(folder)
-        scratch.cleanup()
+        remove_leftovers(folder)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what runs that worked below `root` have outside of it: temporary folder and shared memory.
+
+    A run does so itself, if it is not killed; then the next one does.
+    """
+    for note in root.rglob(_SCRATCH):
+        _wait_for_workers(note.parent)  # of a run that was killed a moment ago
+        scratch = Path(note.read_text(errors="replace"))
+        if _SCRATCH_NAME.fullmatch(scratch.name) and scratch.is_absolute():
+            shutil.rmtree(scratch, ignore_errors=True)
+            for segment in _SHARED_MEMORY.glob(f"{_prefix(scratch)}*"):
+                with contextlib.suppress(OSError):
+                    segment.unlink()
+        note.unlink()
+
+
+def _prefix(scratch: Path) -> str:
+    return scratch.name.removeprefix("shoal-")
+
+
+def _name_shared_memory() -> None:
+    """Have the segments of this process, by which Daft sends batches, begin with the scratch folder's name.
+
+    A private name of Python's, seen in 3.11 to 3.13; elsewhere a killed run would leave some hundred bytes.
+    """
+    setattr(shared_memory, "_SHM_NAME_PREFIX", f"/{_prefix(Path(tempfile.gettempdir()))}")  # noqa: B010
 
 
 def _results(reader: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -123,6 +157,7 @@ def drive() -> None:
     """Be the driver: read the work from standard input, write results to the pipe that argv names."""
     spec, packed, workers = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_leave_with_caller, daemon=True).start()
+    _name_shared_memory()
     import daft
 
     job = daft.cls(_Job, use_process=True, max_concurrency=workers)(json.dumps(spec), os.getpid())
@@ -148,6 +183,7 @@ class _Job:
     def __init__(self, spec: str, driver: int) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _name_shared_memory()
         self._spec = WorkSpec(**json.loads(spec))
         self._driver = driver
         self._worker: RangeWorker | None = None
@@ -159,7 +195,9 @@ class _Job:
         """Do one range; what goes wrong is a result, not an exception: Daft would hide it in its own."""
         try:
             self._worker = self._worker or RangeWorker(self._spec)
-            return json.dumps(self._worker.run(json.loads(packed), self._check))
+            summary = json.dumps(self._worker.run(json.loads(packed), self._check))
+            self._leave_if_alone()
+            return summary
         except ShoalError as error:
             return json.dumps({"error": [type(error).__name__, error.message, error.hint]})
         except Exception:
@@ -168,8 +206,12 @@ class _Job:
     def _check(self, read_bytes: int) -> None:
         """Note how far this worker is; leave when the driver is gone."""
         os.pwrite(self._alive.fileno(), b"%20d" % read_bytes, 0)
+        self._leave_if_alone()
+
+    def _leave_if_alone(self) -> None:
+        """End this process where the driver is gone: its answer would stay in shared memory."""
         if os.getppid() != self._driver:
-            raise StoppedError("stopped on request")
+            os._exit(1)
 
 
 def _partial_bytes(path: Path) -> int:

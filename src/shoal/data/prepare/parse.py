@@ -26,6 +26,8 @@ BATCH_ROWS = 4096
 _BLOCK = 1 << 18
 _CONTEXT = 8  # bytes around a cut that a rule may look at
 _PIECE = 4 << 20  # of a document that spans more than one row
+_MAX_LINE = 32 << 20  # bytes of a JSON line; what is longer becomes a refusal
+_ENDLESS = 256 << 20  # bytes of a line at which a file is given up
 _NAME_THE_KEY = "name the key or column that holds the text with --text-key"
 _NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
@@ -241,16 +243,34 @@ def _lines(segment: Segment, source: SourceFile, notes: Notes) -> Iterator[tuple
         offset = segment.start
         if offset:
             file.seek(offset - 1)
-            offset += len(file.readline()) - 1
+            offset += _read_line(file, source)[1] - 1
         while source.kind != "jsonl" or offset < segment.end:
-            line = file.readline()
+            line, length = _read_line(file, source)
             if not line:
                 return
             if offset == 0 and line.startswith(_BOM):
                 line = line[len(_BOM) :]
-                offset = len(_BOM)
+                offset, length = len(_BOM), length - len(_BOM)
             yield offset, line
-            offset += len(line)
+            offset += length
+
+
+def _read_line(file: BinaryIO, source: SourceFile) -> tuple[bytes, int]:
+    """Return the next line, or more of it than is allowed, and its length; no more than that is in memory.
+
+    A few kilobytes of a packed file may be one line without end.
+    """
+    line = file.readline(_MAX_LINE + 1)
+    length, whole = len(line), line.endswith(b"\n")
+    while len(line) > _MAX_LINE and not whole and (more := file.readline(_BLOCK)):
+        length += len(more)
+        if length > _ENDLESS:
+            raise DataError(
+                f"{source.path} has a line of more than {_ENDLESS >> 20} MiB",
+                hint="one JSON object a line is needed; leave the file out, or divide it",
+            )
+        whole = more.endswith(b"\n")
+    return line, length
 
 
 def _decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
@@ -264,6 +284,8 @@ def _decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
 
 def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:
     """Return (text, None) or (None, why not) of one JSON line."""
+    if len(line) > _MAX_LINE:
+        return None, f"a line of more than {_MAX_LINE >> 20} MiB"
     try:
         value = json.loads(line.decode())  # given bytes, it would guess at UTF-16 and UTF-32
     except UnicodeDecodeError as error:

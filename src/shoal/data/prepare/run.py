@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
-from shoal.data.prepare.engine import require_engine, run_ranges, usable_cores
+from shoal.data.prepare.engine import remove_leftovers, require_engine, run_ranges, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
@@ -163,6 +163,7 @@ def _stop_on_signals() -> Iterator[None]:
 def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Console) -> _Paths:
     """Return the folder for these inputs and options; unfinished work on others is dropped."""
     root = options.output / WORK_DIR
+    remove_leftovers(root)
     paths = _Paths(options.output, root / plan_key(inputs))
     for other in root.iterdir():
         if other.is_dir() and other != paths.work:

@@ -8,6 +8,7 @@ import json
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine
@@ -39,7 +40,11 @@ from shoal.runtime.memory import free_memory
 T = TypeVar("T")
 
 _SHORTEST_TOKEN = 16
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+}
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
 
     @app.get("/")
     async def show_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -396,6 +401,8 @@ def read_token(path: Path | None) -> str:
         return ""
     try:
         token = path.read_text("ascii").strip()
+        if path.stat().st_mode & 0o077:
+            print(f"warning: others on this machine may read {path}: chmod 600 {path}", file=sys.stderr)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} holds no token: {error}") from error
     if len(token) < _SHORTEST_TOKEN or not token.isprintable() or " " in token:

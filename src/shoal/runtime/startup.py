@@ -1,0 +1,66 @@
+"""The first moments of a command: stop requests are heard before anything is loaded; loading is announced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from shoal.errors import EXIT_STOPPED
+
+LAUNCHED = "SHOAL_LAUNCHED"  # the launcher's process id, in the environment of its workers
+ISLAND = "SHOAL_ISLAND"  # the variable by which a replica that is a world of its own is told its place
+# By which a stop is asked for. A whole process group or job step may get them; its launcher passes them on.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_RESUMED = {
+    "train": "stopped before the first step; nothing to save",
+    "prepare": "stopped before anything was done; run the same command again",
+}
+
+
+class Stopped(KeyboardInterrupt):
+    """A stop request, by the signal's name.
+
+    A class of its own: where a plain KeyboardInterrupt has passed an exec(), as in dataclasses, Python ends
+    itself by SIGINT in the end, whatever status was given.
+    """
+
+
+def hear_stops() -> None:
+    """Install the handlers that stand until a command has its own, except where a signal is ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def say_start(what: str = "") -> None:
+    """Tell on stderr that torch is loaded now, which takes seconds; quiet where it is there already.
+
+    Launched workers, and ranks other than 0, are quiet, too.
+    """
+    from shoal.runtime.seat import read_seat
+
+    seat = read_seat()
+    if "torch" not in sys.modules and not _is_launched() and (seat is None or seat.rank == 0):
+        print(f"{what}loading torch …", file=sys.stderr, flush=True)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """End a command that has nothing to save at once; let any other one clean up behind itself.
+
+    An exception would be lost in libraries that are being loaded, some of which catch all.
+    """
+    if _is_launched():
+        os._exit(128 + signal.SIGTERM)  # its launcher tells the user
+    name = signal.Signals(number).name
+    if sentence := _RESUMED.get("".join(sys.argv[1:2])):
+        os.write(2, f"\n{name}: {sentence}\n".encode())
+        os._exit(EXIT_STOPPED)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)  # once more ends it
+    raise Stopped(name)
+
+
+def _is_launched() -> bool:
+    return bool({LAUNCHED, ISLAND} & os.environ.keys())
