@@ -37,6 +37,8 @@ _CHAINED = {"clone", "copy", "detach"}  # x.f() becomes x
 _WORDS = {"log", "print", "warn", "say", "debug", "info", "warning", "error", "exception", "describe"}
 _MINOR_KEYWORDS = {"hint", "help", "timeout", "daemon", "strict", "indent", "stacklevel", "flush", "exist_ok"}
 _MINOR_KEYWORDS |= {"missing_ok", "ignore_errors", "non_blocking", "pin_memory", "name", "encoding", "copy"}
+_MINOR_KEYWORDS |= {"frozen", "slots", "covariant"}
+_OF_TYPES = {"isinstance", "issubclass", "cast", "getattr", "setattr", "hasattr"}  # swapped, they only raise
 _MINOR_ENDINGS = ("_S", "_MS", "_BYTES", "_MB", "_CHUNK")  # of constants: times, and sizes of buffers
 
 
@@ -99,6 +101,7 @@ def _in_turn(found: Sequence[Mutation], seed: int) -> list[Mutation]:
 class _Finder:
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source = path, source
+        self._paths = b"pathlib" in source
         self._lines = [0]
         for line in source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
@@ -154,7 +157,7 @@ class _Finder:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             other = ast.Compare(node.left, [_OPERATORS[type(node.ops[0])]()], node.comparators)
             yield self._make("comparison", node, ast.unparse(other), where)
-        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS and not _is_text(node):
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS and not self._is_path(node):
             swapped = ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
             yield self._make("arithmetic", node, f"({ast.unparse(swapped)})", where)
         elif isinstance(node, ast.BoolOp):
@@ -171,11 +174,18 @@ class _Finder:
                 yield self._make("drop", node, f"({ast.unparse(node.args[0])})", where)
         elif isinstance(node.func, ast.Attribute) and node.func.attr in _CHAINED and not node.args:
             yield self._make("drop", node, ast.unparse(node.func.value), where)
+        if ast.unparse(node.func) in _OF_TYPES:
+            return
         if len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
             first, second = map(ast.unparse, node.args[:2])
             if first != second and not _is_text(*node.args[:2]):
                 other = ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
                 yield self._make("swap", node, ast.unparse(other), where)
+
+    def _is_path(self, node: ast.BinOp) -> bool:
+        """Say whether an operator may join texts, or the parts of a path: changed, it only raises."""
+        number = any(isinstance(part, ast.Constant) for part in (node.left, node.right))
+        return _is_text(node) or (self._paths and isinstance(node.op, ast.Div) and not number)
 
     def _droppable(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Expr):
@@ -215,7 +225,12 @@ def _is_words(node: ast.expr) -> bool:
         return False
     name = ast.unparse(node.func).rpartition(".")[2]
     owner = ast.unparse(node.func).partition(".")[0]
-    return name in _WORDS or owner in ("log", "warnings") or name.endswith(("Error", "Warning", "Refused"))
+    return (
+        name in _WORDS
+        or name.startswith("announce")
+        or owner in ("log", "warnings")
+        or name.endswith(("Error", "Warning", "Refused"))
+    )
 
 
 def _is_text(*nodes: ast.AST) -> bool:

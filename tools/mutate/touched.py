@@ -72,7 +72,7 @@ def block_at(tree: ast.Module, line: int) -> str:
 def instrument(overlay: Path) -> list[str]:
     """Write a call into every block of a copied package; return the blocks' names by number."""
     names: list[str] = []
-    for path in sorted((overlay / "shoal").rglob("*.py")):
+    for path in sorted(overlay.rglob("*.py")):
         below = path.relative_to(overlay).as_posix()
         if below.startswith(COMPILED):
             continue
