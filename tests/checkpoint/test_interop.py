@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from shoal.checkpoint import pickles
+from shoal.checkpoint import export as export_module
+from shoal.checkpoint import importing, pickles
 from shoal.checkpoint.export import export
 from shoal.checkpoint.foreign import Told
 from shoal.checkpoint.importing import Wanted, run
-from shoal.checkpoint.manifest import file_entry, read_manifest, verify
+from shoal.checkpoint.manifest import WEIGHTS, file_entry, read_manifest, read_state, verify
 from shoal.checkpoint.pickles import read_pickle
 from shoal.config.layout import parse_layout
 from shoal.errors import CheckpointError, InputError
@@ -504,3 +505,68 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     with pytest.raises(InputError, match="exists already"):
         export(tmp_path / "ours", tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_small_tensors_share_a_file_and_large_ones_are_parted(tmp_path, monkeypatch):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+    held = [path.name for path in (tmp_path / "ours" / WEIGHTS).iterdir()]
+    assert held == ["shard-00001.safetensors"]
+    monkeypatch.setattr(importing, "FILE_BYTES", 20_000)
+    run(tmp_path / "ckpt.pt", tmp_path / "parted", Wanted())
+    parts = sorted((tmp_path / "parted" / WEIGHTS).iterdir())
+    counts = [len(load_file(path)) for path in parts]
+    assert len(parts) > 1
+    assert max(counts) > 1
+    for path, count in zip(parts, counts, strict=True):
+        assert count == 1 or sum(tensor.nbytes for tensor in load_file(path).values()) <= 20_000
+
+
+def test_without_a_tokenizer_the_last_id_ends_documents(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    content = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    vocab_size = content["model_args"]["vocab_size"]
+    run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())
+    assert read_state(tmp_path / "ours")["eod_id"] == vocab_size - 1
+
+
+def test_a_folder_without_weights_is_a_sentence(tmp_path):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/model.safetensors").unlink()
+    with pytest.raises(InputError, match="holds no weights"):
+        run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+
+
+def test_what_is_allowed_is_named_without_the_default(tmp_path):
+    random_model("llama-tied").save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlp_bias": True}))
+    with pytest.raises(InputError, match="mlp_bias = true; our decoder computes false only"):
+        run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+
+
+def test_an_export_reads_some_tensors_at_a_time_and_its_files_stay_as_large_as_asked(tmp_path, monkeypatch):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+    asked = []
+    read = export_module.read_folder
+
+    def note(path, tensors, group):
+        asked.append(list(tensors.values()))
+        read(path, tensors, group)
+
+    monkeypatch.setattr(export_module, "read_folder", note)
+    monkeypatch.setattr(export_module, "_READ_BYTES", 40_000)
+    export(tmp_path / "ours", tmp_path / "back")
+    assert [path.name for path in (tmp_path / "back").glob("*.safetensors")] == ["model.safetensors"]
+    assert len(asked) > 1
+    assert all(len(some) <= 3 or sum(t.nbytes for t in some) <= 40_000 for some in asked)
+
+
+@pytest.mark.parametrize("change", [{"n_layer": "two"}, {"n_head": None}, {"block_size": "x"}])
+def test_arguments_of_nanogpt_that_are_garbled_are_a_sentence(tmp_path, change):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    content = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    torch.save(content | {"model_args": content["model_args"] | change}, tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError, match=r"the model_args in .* lack or garble"):
+        run(tmp_path / "ckpt.pt", tmp_path / "ours", Wanted())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from shoal.checkpoint import commit
+from shoal.checkpoint import tensors as tensor_files
 from shoal.checkpoint.manifest import committed, read_manifest, read_state, verify
 from shoal.checkpoint.tensors import load_weights, model_tensors, share_out
 from shoal.errors import CheckpointError
@@ -187,3 +191,49 @@ def test_a_weights_only_step_that_training_comes_back_to_is_saved_whole(pool: Po
     pool.run(_save_with, 1, tmp_path, 10, retention)
     assert not read_manifest(tmp_path / "step-00000010").weights_only
     assert pool.run(load_latest, 1, tmp_path) == [10]
+
+
+def test_a_file_is_closed_before_it_outgrows_its_limit():
+    assert tensor_files._file_numbers({"a": 4, "b": 6, "c": 1, "d": 30, "e": 9, "f": 1}, 10) == {
+        **dict.fromkeys("ab", 1),
+        "c": 2,
+        "d": 3,
+        **dict.fromkeys("ef", 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("I/O error: No space left on device (os error 28)", errno.ENOSPC),
+        ("No space left on device", errno.ENOSPC),
+        ("os error 28", errno.ENOSPC),
+        ("I/O error: Input/output error (os error 5)", errno.EIO),
+    ],
+)
+def test_a_disk_error_of_the_library_has_the_systems_number(tmp_path: Path, monkeypatch, words, number):
+    def fail(*arguments, **options):
+        raise SafetensorError(words)
+
+    monkeypatch.setattr(tensor_files, "save_file", fail)
+    with pytest.raises(OSError, match=re.escape(words)) as caught:
+        tensor_files.write_file(tmp_path / "x", {})
+    assert caught.value.errno == number
+
+
+def test_a_store_keeps_every_nth_step_whole_unless_it_is_told_otherwise(pool: Pool, tmp_path: Path):
+    for step in (10, 20):
+        pool.run(_save_with, 1, tmp_path, step, {"keep_last": 1, "keep_every": 10})
+    assert not any(read_manifest(path).weights_only for path in committed(tmp_path))
+
+
+def test_a_save_says_how_long_training_waited(pool: Pool, tmp_path: Path):
+    [seconds] = pool.run(_seconds_of_a_save, 1, tmp_path)
+    assert 0 <= seconds < 100
+
+
+def _seconds_of_a_save(folder):
+    store = ranks.open_store(folder)
+    seconds = store.save(1, full_tensors(1), {"step": 1}, {})
+    store.wait()
+    return seconds

@@ -313,3 +313,16 @@ def test_a_fragment_under_way_at_one_only_is_told_to_the_other(sea):
     (first, left), (second, right) = together(2, run)
     assert (first, second) == (3, 3)
     assert left == right
+
+
+def test_what_nobody_reads_any_more_is_removed_from_the_store(sea):
+    there = sea(2)
+    found = begin(there)
+    for number in range(3):
+        place = Place(number, 2 * number + 2)
+        together(2, lambda replica, place=place: found[replica].agree(place, nothing))
+    for number in range(2):
+        for key in (f"here{number}.0", f"here{number}.1", f"done{number}", f"verdict{number}"):
+            assert not there.store.check([key]), key
+        assert there.store.check([f"record{number}"])  # for those who come too late
+    assert there.store.check(["here3.0", "here3.1", "record3"])

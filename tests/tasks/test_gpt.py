@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.data.loader import Loader
+from shoal.tasks.gpt import dropout_keys
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import random_dataset
@@ -59,3 +60,16 @@ def test_an_error_of_reading_ends_the_step_that_it_belongs_to(pool, data, tmp_pa
         pool.run(train_with_a_bad_third_step, 1, tmp_path, tiny_config(data))
     assert "in batch" in str(caught.value)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_samples_dropout_key_is_a_fixed_function_of_seed_and_sample():
+    """The multiplicative hash of SplitMix64's first round, in integers of any size."""
+
+    def expected(seed, sample):
+        mixed = (sample * 0x9E3779B97F4A7C15 + seed) % 2**64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        return mixed - 2**64 * (mixed >= 2**63)
+
+    samples = [0, 1, 2, 999, 2**40 + 1]
+    for seed in (0, 7, 2**31):
+        assert dropout_keys(seed, np.array(samples)).tolist() == [expected(seed, n) for n in samples]

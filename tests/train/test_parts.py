@@ -252,3 +252,12 @@ def test_wsd_decays_linearly_in_its_last_part():
     assert got[79] == pytest.approx(1.0)
     assert got[89] == pytest.approx(0.5)
     assert got[99] == 0.0
+
+
+def test_the_first_loss_is_the_running_mean(tmp_path):
+    judge = guard(tmp_path)
+    assert judge.state() == {"mean": 0.0, "seen": 0}
+    assert judge.allows(1, 5.0, 1.0, NONE)
+    assert judge.state() == {"mean": 5.0, "seen": 1}
+    assert judge.allows(2, 3.0, 1.0, NONE)
+    assert judge.state() == {"mean": 4.0, "seen": 2}
