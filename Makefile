@@ -18,7 +18,7 @@ READY := .venv/.ready
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
-.PHONY: help setup demo test proof check bench bench-train gpu-check wheels clean
+.PHONY: help setup demo test proof check mutate bench bench-train gpu-check wheels clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -51,6 +51,9 @@ check: setup ## format, lint, types, architecture, size
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python tools/lines.py
+
+mutate: setup ## change the code in 150 places and see which the tests notice; goes on where it stopped (hours)
+	$(BIN)/python -m tools.mutate $(ARGS)
 
 bench: setup ## renew the records of benchmarks that are stale, or those of PART="hook layouts"; says first how long
 	$(BIN)/python -m tools.records --run $(PART) $(ARGS)

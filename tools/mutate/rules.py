@@ -34,7 +34,7 @@ _OPERATORS: dict[type, type] = {
 }
 _UNWRAPPED = {"sorted", "reversed", "min", "max", "abs"}  # f(x, ...) becomes x
 _CHAINED = {"clone", "copy", "detach"}  # x.f() becomes x
-_WORDS = {"log", "print", "warn", "say", "debug", "info", "warning", "error", "exception", "describe"}
+_WORDS = {"log", "print", "warn", "say", "debug", "info", "warning", "error", "exception", "describe", "label"}
 _MINOR_KEYWORDS = {"hint", "help", "timeout", "daemon", "strict", "indent", "stacklevel", "flush", "exist_ok"}
 _MINOR_KEYWORDS |= {"missing_ok", "ignore_errors", "non_blocking", "pin_memory", "name", "encoding", "copy"}
 _MINOR_KEYWORDS |= {"frozen", "slots", "covariant"}
