@@ -130,3 +130,9 @@ def test_the_evaluation_sample_is_fixed_and_without_repeats():
     assert len(set(fixed_sample(windows, 30))) == 30
     assert fixed_sample(windows, 30).tolist() == fixed_sample(windows, 30).tolist()
     assert sorted(fixed_sample(windows, 1000)) == list(range(100))
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 64, 65, 255, 256, 257, 1_023, 1_024, 1_025, 4_097])
+def test_a_permutation_of_any_size_has_everything_once(size):
+    """Around powers of 4, too, where the network's domain grows."""
+    assert sorted(permute(np.arange(size), size, 3, "all", 0)) == list(range(size))

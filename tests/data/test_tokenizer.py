@@ -302,7 +302,9 @@ def test_a_sentencepiece_model_whose_cuts_are_not_known_is_not_cut(tmp_path, cha
     assert load_tokenizer(train_sentencepiece(tmp_path, **changes)).cut is None
 
 
-@pytest.mark.parametrize("extra", [b"", b"\x49" + b"\xff" * 8, b"\x4d" + b"\xff" * 4, b"\x4a\x02ab", b"\x48\x01"])
+@pytest.mark.parametrize(
+    "extra", [b"", b"\x49" + b"\xff" * 8, b"\x4d" + b"\xff" * 4, b"\x4a\x02ab", b"\x48\x01"]
+)
 def test_a_sentencepiece_model_with_fields_of_any_kind_is_cut(extra):
     trainer, normaliser = b"\x18\x02", b"\x0a\x08identity"  # model_type = BPE, name
     model = b"\x12" + bytes([len(trainer)]) + trainer + b"\x1a" + bytes([len(normaliser)]) + normaliser

@@ -1,10 +1,12 @@
 """Exchanges over many steps: error feedback, warm-up, steps that are left out, and loss scales."""
 
+import threading
+
 import pytest
 import torch
 
 from shoal.comm.thread_transport import run_ranks
-from shoal.gradsync.carried import Carried
+from shoal.gradsync.carried import Carried, _Thread
 from shoal.gradsync.codecs import OneBit
 from shoal.gradsync.methods import TwoPhase
 from tests.gradsync.test_methods import FEEDBACK, METHODS, NUMEL, bucket_of, gradients
@@ -124,3 +126,18 @@ def test_buckets_keep_their_order_and_errors_reach_who_waits():
             exchange.start(bucket_of(torch.ones(4), {"stranger": (4,)})).wait()
 
     run_ranks(2, work)
+
+
+def test_buckets_are_exchanged_one_after_the_other():
+    """All ranks take them in the same order: two at a time would meet each other's messages."""
+    thread, may_end, done = _Thread(torch.device("cpu")), threading.Event(), []
+
+    def first():
+        assert may_end.wait(60)
+        done.append(1)
+
+    handles = [thread.start(first), thread.start(lambda: done.append(2))]
+    threading.Timer(0.3, may_end.set).start()
+    for handle in handles:
+        handle.wait()
+    assert done == [1, 2]

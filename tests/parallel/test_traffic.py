@@ -164,6 +164,7 @@ def held_by_a_rank(run_dir, values):
 @pytest.mark.parametrize(
     ("words", "between_micro_steps", "between_steps"),
     [
+        ("1", 1 + 2 + 1, 1 + 2),
         ("dp2", 1 + 2 + 1, 1 + 2 + 1),  # DDP keeps the memory of gradients
         ("zero1x2", 3 / 2 + 1 + 1, 3 / 2),
         ("zero2x2", 3 / 2 + 1 + 1 / 2, 3 / 2),

@@ -123,6 +123,8 @@ def f(a: int = 3) -> "int > 2":
     """More than 1."""
     log.info(f"{a + 1} > 2", 1)
     assert a > 2, 4
+    if a > 2:
+        log.warning("over 2")
     if a:
         raise ValueError("over 9", 9)
     return g(a, b, timeout=5)

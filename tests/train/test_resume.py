@@ -8,8 +8,10 @@ import torch
 
 from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
 from shoal.runtime.files import hash_file
+from shoal.train.loop import train
+from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import random_dataset, with_other_tokenizer, write_dataset
-from tests.train.ranks import run_training, tiny_config
+from tests.train.ranks import make_job, run_training, tiny_config
 
 SIX = {"steps": 6}
 DROPOUT = {"dropout": 0.1}
@@ -241,3 +243,22 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_of_it(pool, tmp_path):
     with pytest.raises(AssertionError, match=r"train.bin changed since it was prepared"):
         pool.run(run_training, 2, tmp_path / "run", values, timeout=200)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def train_with_a_failing_save(run_dir, values):
+    job = make_job(run_dir, values)
+
+    def fail(*arguments):
+        job.checkpoints._error = OSError("the disk is gone")
+        return 0.0
+
+    job.checkpoints.save = fail
+    try:
+        train(job)
+    except OSError:
+        return len(read_metrics(run_dir / "metrics.jsonl"))
+
+
+def test_a_save_that_failed_ends_the_run_at_the_next_step_and_not_at_the_next_save(pool, data, tmp_path):
+    values = tiny_config(data, checkpoint={"every": 2})
+    assert pool.run(train_with_a_failing_save, 1, tmp_path / "run", values) == [2]

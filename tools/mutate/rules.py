@@ -34,7 +34,19 @@ _OPERATORS: dict[type, type] = {
 }
 _UNWRAPPED = {"sorted", "reversed", "min", "max", "abs"}  # f(x, ...) becomes x
 _CHAINED = {"clone", "copy", "detach"}  # x.f() becomes x
-_WORDS = {"log", "print", "warn", "say", "debug", "info", "warning", "error", "exception", "describe", "label"}
+_WORDS = {
+    "log",
+    "print",
+    "warn",
+    "say",
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "exception",
+    "describe",
+    "label",
+}
 _MINOR_KEYWORDS = {"hint", "help", "timeout", "daemon", "strict", "indent", "stacklevel", "flush", "exist_ok"}
 _MINOR_KEYWORDS |= {"missing_ok", "ignore_errors", "non_blocking", "pin_memory", "name", "encoding", "copy"}
 _MINOR_KEYWORDS |= {"frozen", "slots", "covariant"}
@@ -199,7 +211,9 @@ class _Finder:
         if isinstance(node, ast.Expr):
             return isinstance(node.value, ast.Constant) or _is_words(node.value)
         if isinstance(node, ast.If):
-            return ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+            if ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
+                return True
+            return not node.orelse and all(map(self._is_minor, node.body))
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         return isinstance(target, ast.Name) and (target.id.endswith(_MINOR_ENDINGS) or target.id == "__all__")
 
