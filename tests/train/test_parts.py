@@ -2,20 +2,24 @@
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.config.load import load_config, preset_names, validate
+from shoal.config.load import load_config, preset_names, to_toml, validate
 from shoal.config.sections import Config, Guard, Optimizer, Schedule
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.models.init import build_decoder
 from shoal.runtime.device import Device
-from shoal.train.clock import Rates, StepClock
+from shoal.train.clock import PHASES, Rates, StepClock
 from shoal.train.guard import LossGuard
+from shoal.train.metrics import Metrics
 from shoal.train.optimiser import build_optimiser, clip_gradients, optimiser_tensors
+from shoal.train.request import refuse_other_run
 from shoal.train.schedule import learning_rate
 from tests.train.ranks import tiny_config
 
@@ -261,3 +265,32 @@ def test_the_first_loss_is_the_running_mean(tmp_path):
     assert judge.state() == {"mean": 5.0, "seen": 1}
     assert judge.allows(2, 3.0, 1.0, NONE)
     assert judge.state() == {"mean": 4.0, "seen": 2}
+
+
+def test_settings_that_a_resume_honours_are_told_and_moved_data_is_none_of_them():
+    values = tiny_config(Path("here"), optimizer={"lr": 1e-2})
+    stored = to_toml(validate(values, "test"))
+    moved = validate(tiny_config(Path("there"), optimizer={"lr": 2e-2}), "test")
+    assert refuse_other_run(moved, stored, Path("step-1")) == [("optimizer.lr", 2e-2, 1e-2)]
+    other = validate(tiny_config(Path("here"), train={"seed": 4}), "test")
+    with pytest.raises(ConfigError, match=r"belongs to another run: train\.seed was 3, now 4"):
+        refuse_other_run(other, stored, Path("step-1"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "skipped", "words"), [(1, 0, ""), (2, 0, "loss scale 2"), (1024, 3, "3 steps skipped")]
+)
+def test_the_screen_tells_the_loss_scale_and_skipped_steps_where_there_are_any(scale, skipped, words):
+    figures = {f"{name}_ms": 1.0 for name in PHASES}
+    figures |= {f"{name}_bytes": 1e9 for name in ("allocated", "peak", "reserved")}
+    line = figures | {"step": 3, "step_ms": 100.0, "mfu": 0.5, "lr": 1e-3, "loss": 2.0, "grad_norm": 1.0}
+    line |= {"tokens_per_s": 10.0, "loss_scale": scale, "skipped": skipped}
+    config = validate(tiny_config(Path("here")), "test")
+    metrics = SimpleNamespace(
+        _config=config, rates=SimpleNamespace(unit="tokens"), _process=SimpleNamespace(world_size=1)
+    )
+    said = Metrics._console_line(metrics, line)
+    assert words in said
+    assert ("loss scale" in said) == (scale != 1)
+    assert ("skipped" in said) == (skipped > 0)
+    assert "| 0:00 left |" in said  # 2 steps of 0.1 s

@@ -117,7 +117,7 @@ class Run:
     def result(self, group: str, mutation: Mutation) -> dict[str, Any] | None:
         """Return what is known and still holds: survivors are tried again when a test has changed."""
         known = self.results.get(mutation.key)
-        if known is None or known["source"] != self.state(mutation):
+        if known is None or known["status"] == "unclear" or known["source"] != self.state(mutation):
             return None
         if known["status"] in ("killed", "time-out") or self.touches is None:
             return known

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    status: str  # killed, time-out, survived
+    status: str  # killed, time-out, survived; unclear: try again
     test: str  # by which
     seconds: float
     tests: int  # that ran
@@ -127,12 +127,14 @@ def judge(place: Place, path: str, mutant: bytes, tests: Sequence[tuple[str, flo
             seconds = time.monotonic() - began
             if watch is None:
                 return Verdict("time-out", "", seconds, len(left))
+            if watch["status"] == 4 and not watch["failed"]:
+                return Verdict("unclear", "", seconds, 0)  # a test is gone: its file has changed
             if not watch["failed"]:
                 return Verdict("survived", "", seconds, len(tests))
             test, why = next(iter(watch["failed"].items()))
             if test not in usual:  # a file that cannot be imported
                 return Verdict("killed", test, seconds, 1)
-            if watch["seconds"][test] > _SURE_S:
+            if watch["seconds"].get(test, 0.0) > _SURE_S:
                 again = run_tests(place, overlay, [test], limit, "judge", f"--timeout={each:.0f}")
                 if again is not None and not again["failed"]:
                     left = left[left.index(test) + 1 :]
@@ -159,7 +161,7 @@ def run_tests(
     if late:
         return None
     if not result.exists():  # it took pytest down with it
-        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "the process died"}}
+        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "it died"}, "status": 3}
     seen: dict[str, Any] = json.loads(result.read_text())
     return seen
 
@@ -185,7 +187,7 @@ def _be_pytest(
         watch = touched.Watch(overlay if mode == "map" else None)
         words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not proof", "--color=no"]
         status = pytest.main([*words, f"--basetemp={overlay / 'tmp'}", *options, *tests], plugins=[watch])
-        if status in (2, 3, 4) and not watch.failed:  # interrupted, an internal error, or wrong words
+        if status in (2, 3) and not watch.failed:  # interrupted, or an internal error
             watch.failed[tests[0]] = f"pytest ended with status {status}"
         result.with_suffix(".tmp").write_text(
             json.dumps({"seconds": watch.seconds, "failed": watch.failed, "status": int(status)})
