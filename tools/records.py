@@ -42,6 +42,7 @@ STRATEGIES = (
 GRID = ("shoal", "bench", "gradsync", "--strategies", *STRATEGIES.split(" "), "--output")
 ONE_GBIT = ("--workers", "2", "--link", "1gbit")
 PROOF = "make proof"
+MUTATED = (*STEP, *REPLICAS, *SAVING, "src/shoal/data", "src/shoal/config", "src/shoal/runtime/mesh.py")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ ENTRIES = {
         "layouts", 10, "benchmarks/bare_tensor_parallel.py", "benchmarks/c_library.py", *STEP, *REPLICAS
     ),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
+    "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),

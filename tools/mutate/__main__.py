@@ -16,6 +16,7 @@ latter starts a pytest anew for each mutant: 10 s of imports for a test of 0.1 s
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -249,8 +250,9 @@ def main(argv: list[str] | None = None) -> int:
         ran = found["mutations"] - found["not_run"]
         print(f"{group}: {found['killed']} killed of {ran}, {found['share']:.0%}")
         print("\n".join(f"  {survivor}" for survivor in found["survivors"]))
-    if not (args.survivors or args.only) and args.root == str(ROOT):
-        write_record = __import__("benchmarks.record", fromlist=["write_record"]).write_record
+    usual = all(getattr(args, n) == parser.get_default(n) for n in ("root", "groups", "seed", "per_group"))
+    if usual and not (args.survivors or args.only):
+        write_record = importlib.import_module("benchmarks.record").write_record
         write_record(
             "mutate", {"mark": MARK, "seed": args.seed, "equivalent": len(run.equivalent), "groups": groups}
         )
