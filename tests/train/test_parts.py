@@ -294,3 +294,10 @@ def test_the_screen_tells_the_loss_scale_and_skipped_steps_where_there_are_any(s
     assert ("loss scale" in said) == (scale != 1)
     assert ("skipped" in said) == (skipped > 0)
     assert "| 0:00 left |" in said  # 2 steps of 0.1 s
+    assert "by rank" not in said
+
+    line |= {"least_peak_bytes": 1e9, "most_peak_bytes": 3e9, "most_peak_bytes_rank": 1}
+    line |= {"least_busy_ms": 40.0, "most_busy_ms": 60.0, "most_busy_ms_rank": 0}
+    metrics._process = SimpleNamespace(world_size=2)
+    told = Metrics._console_line(metrics, line)
+    assert "by rank: peak 1.00 to 3.00 GB (most: 1), busy 40 to 60 ms (most: 0)" in told
