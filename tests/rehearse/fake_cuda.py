@@ -42,6 +42,7 @@ from shoal.runtime.seat import Seat
 from tests.rehearse.walked_backward import walked
 
 DEVICE = torch.device("cuda", 0)
+INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
     major=9,
@@ -61,6 +62,8 @@ PROPERTIES = SimpleNamespace(
 class CudaIsFake(TorchDispatchMode):
     """Leaves operators on real CPU tensors as they are, and has all others done by fake tensors."""
 
+    supports_higher_order_operators = True  # attention under a mask of documents is one
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -72,11 +75,20 @@ class CudaIsFake(TorchDispatchMode):
             return args[0].dtype.is_floating_point and 1.0 or args[0].dtype == torch.bool or 1
         if func is torch.ops.aten.record_stream.default:
             return None
+        if getattr(func, "overloadpacket", None) in INDEXED:
+            _check_indices(func, args[0], args[1])
         on_cuda = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         if on_cuda or any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _check_indices(func: Any, held: Tensor, indices: list[Tensor | None]) -> None:
+    """Refuse what a GPU refuses and fake tensors let pass: indices on the GPU of a tensor on the host."""
+    found = {index.device for index in indices if index is not None}
+    if found - {held.device, torch.device("cpu")}:
+        raise RuntimeError(f"{func.name()}: indices on device {found}, tensor on {held.device}")
 
 
 def _communicate(func: Any, args: tuple[Any, ...]) -> Any:

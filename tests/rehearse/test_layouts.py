@@ -25,7 +25,6 @@ LAYOUTS = [
     ("pp2", GPT2, "none"),
     ("pp2+gpipe", LLAMA, "none"),
     ("pp2+interleaved", GPT2, "full"),
-    ("pp2+zero_bubble", LLAMA, "none"),
     ("dp2*zero2x2", LLAMA, "none"),
     ("dp2*tp2", GPT2, "none"),
     ("zero3x2*tp2+sp", LLAMA, "full"),
@@ -39,8 +38,8 @@ def data(tmp_path_factory):
     return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
-def train_as_all(tmp_path, data, layout, **sections):
-    return rehearse(tmp_path, values_of(data, layout, **sections), parse_layout(layout).world_size)
+def train_as_all(tmp_path, dataset, layout, /, **sections):
+    return rehearse(tmp_path, values_of(dataset, layout, **sections), parse_layout(layout).world_size)
 
 
 @pytest.mark.parametrize(("layout", "model", "recompute"), LAYOUTS)
