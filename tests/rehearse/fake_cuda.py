@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -41,6 +41,7 @@ from shoal.runtime.process import Process, take_seat
 from shoal.runtime.seat import Seat
 from tests.rehearse.walked_backward import walked
 
+T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
 INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 PROPERTIES = SimpleNamespace(
@@ -63,6 +64,11 @@ class CudaIsFake(TorchDispatchMode):
     """Leaves operators on real CPU tensors as they are, and has all others done by fake tensors."""
 
     supports_higher_order_operators = True  # attention under a mask of documents is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have the compiler trace under this mode, where it would leave functions as they are."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,6 +193,8 @@ DRIVER: dict[str, Any] = {
     "memory_reserved": lambda device=None: 0,
     "empty_cache": lambda: None,
     "is_current_stream_capturing": lambda: False,
+    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": lambda state, device=None: None,
     "Stream": Stream,
     "Event": Event,
     "stream": lambda stream: stream or contextlib.nullcontext(),
@@ -247,7 +255,7 @@ class AtOnce:
         return future
 
 
-class DoneFuture(torch.futures.Future):
+class DoneFuture(torch.futures.Future[T]):
     """Knows no device."""
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -263,7 +271,7 @@ def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
         return plain_group(ranks, backend="fake")
 
     def compile_to_trace(function: Any = None, **options: Any) -> Any:
-        return compiled(function, **{**options, "backend": "aot_eager"})
+        return compiled(function, **{**options, "backend": "eager"})
 
     patches = {
         **{f"torch.cuda.{name}": value for name, value in DRIVER.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from shoal.config.layout import parse_layout
 from tests.rehearse.fake_cuda import DEVICE
@@ -62,8 +63,10 @@ def test_documents_do_not_see_each_other(tmp_path, data, layout):
 
 @pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "zero2x2"])
 def test_compiled_blocks_are_traced(tmp_path, data, layout):
+    counters.clear()
     for job in train_as_all(tmp_path, data, layout, train={"compile": "on"}):
         assert job.compilation.on
+        assert counters["stats"]["unique_graphs"]
         assert devices_of(job) == on(DEVICE)
 
 
