@@ -12,6 +12,7 @@ real. torch itself refuses what mixes the two, as on a GPU. Stand-ins, and nothi
 | collectives | one process | of fake process groups: each rank hears only itself |
 | a checkpoint's commit by several ranks | the same; it reads the host copies, no device | left out |
 | DDP's reducer | C++ that reads storages | one bucket with all gradients, after the backward pass |
+| cuDNN | asks the driver for its version | off: an LSTM takes torch's own CUDA kernels |
 | futures, threads of an exchange | of devices; modes are a thread's own | done at once, in the calling thread |
 | facts about the device | asked of the driver | one GPU with bf16 |
 | running compiled code | kernels need a GPU | traced by the compiler's front ends, run as traced |
@@ -301,6 +302,7 @@ def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
             for name, value in patches.items():
                 stack.enter_context(patch(name, value))
             stack.enter_context(walked())
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             runtime = Runtime(device="cuda", threads=1, timeout_s=60)
             seat = Seat(rank, world_size, rank, world_size)
             process = take_seat(seat, select_device("cuda", 0, world_size), runtime)
