@@ -53,7 +53,9 @@ def record(found: dict[str, Any], folder: Path = RECORDS) -> Path:
     versions = json.loads(path.read_text())["versions_tested"] if path.exists() else {}
     head = describe(NAME)
     versions[torch.__version__] = {"date": head["date"], "python": head["versions"]["python"], **found}
-    return write_record(NAME, {"rooms": list(ROOMS), "versions_tested": dict(sorted(versions.items()))}, folder)
+    return write_record(
+        NAME, {"rooms": list(ROOMS), "versions_tested": dict(sorted(versions.items()))}, folder
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +67,10 @@ def main(arguments: list[str]) -> int:
         if not junit.exists():
             return status
         found = outcome(junit)
-    print(f"torch {torch.__version__}: " + ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "skipped")))
+    print(
+        f"torch {torch.__version__}: "
+        + ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "skipped"))
+    )
     if not arguments:
         record(found)
     return status

@@ -133,8 +133,8 @@ def refuse_small_disk() -> None:
     print(f"{VENV.name}: torch {OTHER_TORCH}; with CUDA libraries a download of some 2.5 GB, 6 GB installed")
     if free < NEEDED_BYTES:
         sys.exit(
-            f"error: {free / 1e9:.1f} GB are free here, and it may take {NEEDED_BYTES / 1e9:.0f} GB on the way\n"
-            "  hint: make room, or name a smaller build: TORCH_SOURCE=<index URL, folder of wheels, .whl file>"
+            f"error: {free / 1e9:.1f} GB are free here, and it may take {NEEDED_BYTES / 1e9:.0f} GB\n"
+            "  hint: make room, or name a smaller build: TORCH_SOURCE=<index URL, folder, .whl file>"
         )
 
 

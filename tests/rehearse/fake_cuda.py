@@ -79,7 +79,7 @@ class CudaIsFake(TorchDispatchMode):
             return _communicate(func, args)
         kwargs.pop("pin_memory", None)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return args[0].dtype.is_floating_point and 1.0 or args[0].dtype == torch.bool or 1
+            return (args[0].dtype.is_floating_point and 1.0) or args[0].dtype == torch.bool or 1
         if func is torch.ops.aten.record_stream.default:
             return None
         if getattr(func, "overloadpacket", None) in INDEXED:

@@ -15,7 +15,7 @@ from shoal.runtime.stop import Stop
 from shoal.train.job import Job, build_job
 from shoal.train.loop import train
 from shoal.train.request import Request
-from tests.rehearse.fake_cuda import DEVICE, fake_rank
+from tests.rehearse.fake_cuda import fake_rank
 from tests.train.ranks import tiny_config
 
 HOST = torch.device("cpu")
@@ -69,5 +69,3 @@ def on(device: torch.device) -> dict[str, set[torch.device]]:
 
 def _device(tensor: Tensor) -> torch.device:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device
-
-

@@ -28,7 +28,9 @@ def _batches_stay(patch):
 
 def _positions_stay(patch):
     plain = documents.restarted_positions
-    patch.setattr(documents, "restarted_positions", lambda ids: torch.zeros(plain(ids).shape, dtype=torch.long))
+    patch.setattr(
+        documents, "restarted_positions", lambda ids: torch.zeros(plain(ids).shape, dtype=torch.long)
+    )
 
 
 def _one_gradient_stays(patch):
