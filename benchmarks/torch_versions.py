@@ -28,7 +28,7 @@ TWO_AT_A_TIME = ("-m", "not proof", "-n", "2", "--dist", "loadfile")
 
 
 def outcome(junit: Path) -> dict[str, Any]:
-    """Return what pytest's report says: how many passed, failed and were skipped, which failed, why skipped."""
+    """Return what pytest's report says: numbers passed, failed and skipped, which failed, and why skipped."""
     failed, skips, total, seconds = [], Counter(), 0, 0.0
     for case in ET.parse(junit).getroot().iter("testcase"):
         total += 1

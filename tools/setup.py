@@ -35,7 +35,7 @@ def runs(python: str | Path, code: str) -> bool:
 
 
 def good_torch(python: str | Path) -> str | None:
-    """Return the version of the torch that `python` has; None: it has none, too old a one, or not the asked."""
+    """Return the version of the torch that `python` has; None: none, too old, or not the one asked for."""
     probe = "import importlib.metadata as m; print(m.version('torch'))"
     version = subprocess.run(
         [python, "-c", probe], capture_output=True, text=True, check=False

@@ -10,7 +10,7 @@ real. torch itself refuses what mixes the two, as on a GPU. Stand-ins, and nothi
 | reading a value of a fake tensor | there is none | 1 |
 | page-locked memory | made by the driver | ordinary host memory |
 | collectives | one process | of fake process groups: each rank hears only itself |
-| a checkpoint's commit by several ranks | the same; it reads the host copies, no device | left out |
+| a commit by several ranks | the same; it reads host copies only | left out |
 | DDP's reducer | C++ that reads storages | one bucket with all gradients, after the backward pass |
 | cuDNN | asks the driver for its version | off: an LSTM takes torch's own CUDA kernels |
 | futures, threads of an exchange | of devices; modes are a thread's own | done at once, in the calling thread |

@@ -64,7 +64,7 @@ def devices_of(job: Job) -> dict[str, set[torch.device]]:
 
 def on(device: torch.device) -> dict[str, set[torch.device]]:
     """Return what `devices_of` returns where all lies on one device."""
-    return dict.fromkeys(("weights", "gradients", "state"), {device})
+    return {what: {device} for what in ("weights", "gradients", "state")}
 
 
 def _device(tensor: Tensor) -> torch.device:

@@ -42,7 +42,7 @@ def test_a_strategy_keeps_all_on_the_gpu(tmp_path, data, layout, sync):
     values = values_of(data, layout, sync=sync, train={"global_batch_size": 12})
     for job in rehearse(tmp_path, values, size):
         owns = bool(job.model.updated_weights())  # some owners have no weight of their own
-        assert devices_of(job) == (on(DEVICE) if owns else dict.fromkeys(on(DEVICE), set()))
+        assert devices_of(job) == (on(DEVICE) if owns else {what: set() for what in on(DEVICE)})
         kept = [*job.model.exchange.state().values(), *job.model.exchange.common_state().values()]
         assert {tensor.device for tensor in kept} <= {DEVICE}
         assert bool(kept) == (sync.get("strategy") in EXCHANGES[1:])
