@@ -41,7 +41,7 @@ def good_torch(python: str | Path) -> str | None:
         [python, "-c", probe], capture_output=True, text=True, check=False
     ).stdout.strip()
     found = re.match(r"(\d+)\.(\d+)", version)
-    new_enough = bool(found) and (int(found[1]), int(found[2])) >= OLDEST_TORCH
+    new_enough = found is not None and (int(found[1]), int(found[2])) >= OLDEST_TORCH
     return version if new_enough and OTHER_TORCH in ("", version.partition("+")[0]) else None
 
 

@@ -13,7 +13,7 @@ real. torch itself refuses what mixes the two, as on a GPU. Stand-ins, and nothi
 | a commit by several ranks | the same; it reads host copies only | left out |
 | DDP's reducer | C++ that reads storages | one bucket with all gradients, after the backward pass |
 | cuDNN | asks the driver for its version | off: an LSTM takes torch's own CUDA kernels |
-| futures, threads of an exchange | of devices; modes are a thread's own | done at once, in the calling thread |
+| an exchange's futures and threads | know devices; modes are a thread's own | done at once |
 | facts about the device | asked of the driver | one GPU with bf16 |
 | running compiled code | kernels need a GPU | traced by the compiler's front ends, run as traced |
 """
