@@ -119,6 +119,16 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class State:
+    "torch_versions": _module(
+        "torch_versions",
+        20,
+        "src/shoal/models",
+        "src/shoal/parallel",
+        "src/shoal/checkpoint",
+        "src/shoal/train",
+        "src/shoal/gradsync",
+        "src/shoal/comm",
+    ),
     """A record beside the code of today."""
 
     name: str
