@@ -114,11 +114,6 @@ ENTRIES = {
     "shakespeare": Entry(PROOF, 2, STEP),
     "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
-}
-
-
-@dataclass(frozen=True)
-class State:
     "torch_versions": _module(
         "torch_versions",
         20,
@@ -129,6 +124,11 @@ class State:
         "src/shoal/gradsync",
         "src/shoal/comm",
     ),
+}
+
+
+@dataclass(frozen=True)
+class State:
     """A record beside the code of today."""
 
     name: str
