@@ -6,6 +6,7 @@
 #   PART=train             what gpu-check does: train-tests, train, layouts-tests, layouts, bench-tests, bench or plan;
 #                          PART="hook layouts": which records bench renews
 #   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
+#   TORCH=2.11.0           the torch of gpu-rehearse and test-torch, in .venv-torch-2.11.0 (6 GB with CUDA)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
@@ -13,23 +14,26 @@ TORCH_SOURCE ?=
 ARGS ?=
 PART ?=
 WHEELS ?=
+TORCH ?= 2.11.0
 BIN := .venv/bin
 READY := .venv/.ready
+OTHER := .venv-torch-$(TORCH)
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
-.PHONY: help setup demo test proof check mutate bench bench-train gpu-check wheels clean
+.PHONY: help setup demo test proof check mutate bench bench-train gpu-check gpu-rehearse test-torch wheels clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv and install (does nothing when nothing changed)
 
-$(READY): pyproject.toml constraints.txt tools/setup.py
+$(OTHER)/.ready: export TORCH_VERSION = $(TORCH)
+$(READY) $(OTHER)/.ready: pyproject.toml constraints.txt tools/setup.py
 	@test -n "$(PYTHON)" || { echo 'error: no Python >= 3.11 found; install one, or: make setup PYTHON=/path/to/python3.12' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: $(PYTHON) is not a Python >= 3.11; name another one: make setup PYTHON=...' >&2; exit 1; }
-	@TORCH_SOURCE="$(TORCH_SOURCE)" "$(PYTHON)" tools/setup.py
+	@VENV="$(@D)" TORCH_SOURCE="$(TORCH_SOURCE)" "$(PYTHON)" tools/setup.py
 	@touch $@
 
 demo: setup ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
@@ -64,9 +68,15 @@ bench-train: setup ## training speed beside transformers, litgpt and bare torch 
 gpu-check: ## GPU tests (PART=train-tests), then speed (PART=train), with PYTHON as it is; docs/gpu.md (10 minutes each)
 	@PYTHONPATH=src:$$PYTHONPATH "$(PYTHON)" -m benchmarks.gpu_check --part "$(PART)" $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
+gpu-rehearse: $(OTHER)/.ready ## train every layout and strategy on fake CUDA tensors, without a GPU (10 minutes)
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/rehearse $(ARGS)
+
+test-torch: $(OTHER)/.ready ## run the tests that touch torch most under another torch: make test-torch TORCH=2.11.0
+	$(OTHER)/bin/python -m benchmarks.torch_versions $(ARGS)
+
 wheels: setup ## download into wheels/ what gpu-check needs beside torch on a machine without a network
 	$(BIN)/python tools/wheels.py
 
-clean: ## remove .venv and caches; data and runs stay
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/shoal.egg-info
+clean: ## remove .venv, those with another torch, and caches; data and runs stay
+	rm -rf .venv .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/shoal.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,6 +73,27 @@ def test_no_torch_to_be_had_is_a_sentence_with_what_to_do(setup, monkeypatch):
         setup.ensure_torch()
 
 
+def test_what_another_torch_requires_is_left_to_it(setup):
+    ours = (ROOT / "constraints.txt").read_text()
+    version = re.findall(r"(?m)^torch==(.+)$", ours)[0]
+    requirements = ["setuptools<82", "typing-extensions>=4.10.0"]
+    assert setup.pins_beside(f"{version}+cpu", requirements).count("\nsetuptools==") == 1
+    pins = setup.pins_beside("2.11.0+cu130", requirements)
+    assert "\ntorch==2.11.0+cu130\n" in pins
+    assert not {"setuptools", "typing_extensions"} & {line.split("==")[0] for line in pins.splitlines()}
+    assert "\nnumpy==" in pins
+
+
+def test_another_version_is_its_ordinary_build_and_no_other_is_kept(setup, monkeypatch, tmp_path):
+    monkeypatch.setattr(setup, "OTHER_TORCH", "2.11.0")
+    setup.install_torch("2.11.0", "")
+    assert setup.calls == ["--no-deps torch==2.11.0"]
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2.13.0+cpu\n")
+    python.chmod(0o755)
+    assert setup.good_torch(python) is None
+
+
 @pytest.mark.parametrize(
     ("version", "good"), [("2.10.0", False), ("2.11.0", True), ("3.0.0", True), ("", False)]
 )

@@ -116,6 +116,16 @@ ENTRIES = {
     "shakespeare": Entry(PROOF, 2, STEP),
     "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
+    "torch_versions": _module(
+        "torch_versions",
+        20,
+        "src/shoal/models",
+        "src/shoal/parallel",
+        "src/shoal/checkpoint",
+        "src/shoal/train",
+        "src/shoal/gradsync",
+        "src/shoal/comm",
+    ),
 }
 
 

@@ -2,6 +2,9 @@
 
 A torch that is there and new enough is kept. Otherwise constraints.txt says which version, and the machine
 says which build: on Linux without an NVIDIA GPU the CPU one, since PyPI's brings gigabytes of CUDA libraries.
+
+With VENV and TORCH_VERSION set, it makes another environment with that version in its ordinary build, which
+on Linux is the CUDA one; that installs and imports without a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-VENV = ROOT / ".venv"
+VENV = ROOT / os.environ.get("VENV", ".venv")
 VENV_PYTHON = VENV / "bin" / "python"
+OTHER_TORCH = os.environ.get("TORCH_VERSION", "")
+NEEDED_BYTES = 9_000_000_000  # for an environment with the CUDA build, and pip's downloads on the way
 OLDEST_TORCH = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -30,13 +35,14 @@ def runs(python: str | Path, code: str) -> bool:
 
 
 def good_torch(python: str | Path) -> str | None:
-    """Return the version of the torch that `python` has, or None where it has none or one that is too old."""
+    """Return the version of the torch that `python` has; None: none, too old, or not the one asked for."""
     probe = "import importlib.metadata as m; print(m.version('torch'))"
     version = subprocess.run(
         [python, "-c", probe], capture_output=True, text=True, check=False
     ).stdout.strip()
     found = re.match(r"(\d+)\.(\d+)", version)
-    return version if found and (int(found[1]), int(found[2])) >= OLDEST_TORCH else None
+    new_enough = found is not None and (int(found[1]), int(found[2])) >= OLDEST_TORCH
+    return version if new_enough and OTHER_TORCH in ("", version.partition("+")[0]) else None
 
 
 def usable_venv() -> bool:
@@ -78,7 +84,7 @@ def install_torch(version: str, source: str) -> bool:
         return pip_install("--no-deps", "--no-index", "--find-links", Path(source).resolve(), exact)
     if source:
         return pip_install("--no-deps", "--index-url", source, exact)
-    if sys.platform != "linux" or has_gpu():
+    if sys.platform != "linux" or has_gpu() or OTHER_TORCH:
         return pip_install("--no-deps", exact)
     # PyPI accepts no "+cpu": what pip finds by that name comes from a mirror or folder it is configured with.
     return pip_install("--no-deps", f"{exact}+cpu", complain=False) or pip_install(
@@ -91,7 +97,7 @@ def ensure_torch() -> str:
     if version := good_torch(VENV_PYTHON):
         print(f"torch {version} is there and kept", flush=True)
         return version
-    wanted = re.findall(r"(?m)^torch==(\S+)$", CONSTRAINTS.read_text())[0]
+    wanted = OTHER_TORCH or re.findall(r"(?m)^torch==(\S+)$", CONSTRAINTS.read_text())[0]
     source = os.environ.get("TORCH_SOURCE", "")
     if not install_torch(wanted, source):
         sys.exit(
@@ -102,13 +108,45 @@ def ensure_torch() -> str:
     return good_torch(VENV_PYTHON) or wanted
 
 
+def pins_beside(torch: str, requirements: list[str]) -> str:
+    """Return constraints.txt with this torch, so that nothing replaces it.
+
+    What another version than ours requires is left to that: torch 2.11 wants a setuptools older than ours.
+    """
+    text = CONSTRAINTS.read_text()
+    if f"torch=={torch.partition('+')[0]}\n" not in text:
+        for name in (re.split(r"[^\w.-]", requirement)[0] for requirement in requirements):
+            text = re.sub(rf"(?mi)^{re.sub('[-_.]', '[-_.]', name)}==.*\n", "", text)
+    return re.sub(r"(?m)^torch==.*$", f"torch=={torch}", text)
+
+
+def torch_requirements() -> list[str]:
+    """Return what .venv's torch says that it requires."""
+    probe = "import importlib.metadata as m; print(*(m.requires('torch') or []), sep='\\n')"
+    told = subprocess.run([VENV_PYTHON, "-c", probe], capture_output=True, text=True, check=False)
+    return [line for line in told.stdout.splitlines() if "extra ==" not in line]
+
+
+def refuse_small_disk() -> None:
+    """Say how much another torch takes; end where there is no room for it."""
+    free = shutil.disk_usage(ROOT).free
+    print(f"{VENV.name}: torch {OTHER_TORCH}; with CUDA libraries a download of some 2.5 GB, 6 GB installed")
+    if free < NEEDED_BYTES:
+        sys.exit(
+            f"error: {free / 1e9:.1f} GB are free here, and it may take {NEEDED_BYTES / 1e9:.0f} GB\n"
+            "  hint: make room, or name a smaller build: TORCH_SOURCE=<index URL, folder, .whl file>"
+        )
+
+
 def main() -> None:
     """Bring .venv to what pyproject.toml and constraints.txt ask for."""
     if not usable_venv():
+        if OTHER_TORCH:
+            refuse_small_disk()
         make_venv()
-    # The torch that is there is pinned too, so that nothing below replaces it.
+    version = ensure_torch()
     pins = VENV / "constraints.txt"
-    pins.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={ensure_torch()}", CONSTRAINTS.read_text()))
+    pins.write_text(pins_beside(version, torch_requirements()))
     if not pip_install("-c", pins, "-e", ".[test]"):
         sys.exit("error: pip could not install Shoal\n  hint: see its message above, and run it again")
     if not runs(VENV_PYTHON, "import torch, shoal"):

@@ -79,19 +79,11 @@ def train(
     settings
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
-    from shoal.runtime.allocator import keep_memory
-    from shoal.runtime.log import quieten_libraries
-
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
-    say_start(f"starting {workers} workers, " if workers > 1 else "")
-    gc.disable()  # until all is loaded
-    quieten_libraries()  # before torch is imported, which looks at the level of its own log then
-    if max_restarts is not None or nnodes > 1 or workers > 1:
-        _load_for_workers()
-    keep_memory()
+    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.train.request import Request
 
     if run_dir is None:
@@ -207,14 +199,20 @@ def advise(
     return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 
 
-def _load_for_workers() -> None:
-    """Load what workers need, beside what this process needs to start them; it may be one of them."""
+def _load(workers: int, *, launching: bool) -> None:
+    """Load what takes seconds; where this process starts workers, or may be one, what they need, too."""
+    from shoal.runtime.allocator import keep_memory
     from shoal.runtime.forking import load
+    from shoal.runtime.log import quieten_libraries
     from shoal.runtime.seat import read_island, read_seat
 
+    say_start(f"starting {workers} workers, " if workers > 1 else "")
+    gc.disable()  # until all is loaded
+    quieten_libraries()  # before torch is imported, which looks at the level of its own log then
     island = read_island()
-    if read_seat() is None and (island is None or island.size > 1):
+    if launching and read_seat() is None and (island is None or island.size > 1):
         load()
+    keep_memory()
 
 
 def _begin(

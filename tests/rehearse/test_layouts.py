@@ -1,0 +1,85 @@
+"""Every layout trains with a GPU for each rank: devices, hooks and shapes, on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from shoal.config.layout import parse_layout
+from tests.rehearse.fake_cuda import DEVICE
+from tests.rehearse.ranks import HOST, devices_of, on, rehearse, values_of
+from tests.tiny_dataset import random_dataset
+
+GPT2 = {"dropout": 0.1, "attention_dropout": 0.1}
+LLAMA = {"style": "llama", "n_kv_heads": 2}
+LAYOUTS = [
+    ("1", GPT2, "full"),
+    ("1", LLAMA, "selective"),
+    ("dp2", GPT2, "none"),
+    ("zero1x2", GPT2, "none"),
+    ("zero2x2", LLAMA, "none"),
+    ("zero3x2", {}, "full"),
+    ("tp2", GPT2, "full"),
+    ("tp2", LLAMA, "selective"),
+    ("tp2+sp", LLAMA | GPT2, "none"),
+    ("pp2", GPT2, "none"),
+    ("pp2+gpipe", LLAMA, "none"),
+    ("pp2+interleaved", GPT2, "full"),
+    ("dp2*zero2x2", LLAMA, "none"),
+    ("dp2*tp2", GPT2, "none"),
+    ("zero3x2*tp2+sp", LLAMA, "full"),
+    ("pp2*tp2+sp", LLAMA, "full"),
+    ("pp2*zero2x2", {}, "none"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
+def train_as_all(tmp_path, dataset, layout, /, **sections):
+    return rehearse(tmp_path, values_of(dataset, layout, **sections), parse_layout(layout).world_size)
+
+
+@pytest.mark.parametrize(("layout", "model", "recompute"), LAYOUTS)
+def test_a_layout_trains(tmp_path, data, layout, model, recompute):
+    for job in train_as_all(tmp_path, data, layout, model=model, train={"recompute": recompute}):
+        assert devices_of(job) == on(DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["zero1x1", "zero3x2"])
+def test_offload_keeps_weights_gradients_and_moments_on_the_host(tmp_path, data, layout):
+    for job in train_as_all(tmp_path, data, layout, parallel={"offload": True}):
+        assert devices_of(job) == on(HOST)
+
+
+@pytest.mark.parametrize("layout", ["1", "tp2", "pp2"])
+def test_documents_do_not_see_each_other(tmp_path, data, layout):
+    for job in train_as_all(tmp_path, data, layout, data={"reset_documents": True}):
+        assert devices_of(job) == on(DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "zero2x2"])
+def test_compiled_blocks_are_traced(tmp_path, data, layout):
+    counters.clear()
+    for job in train_as_all(tmp_path, data, layout, train={"compile": "on"}):
+        assert job.compilation.on
+        assert counters["stats"]["unique_graphs"]
+        assert devices_of(job) == on(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["1", "zero3x2", "tp2+sp"])
+def test_half_precision(tmp_path, data, layout, dtype):
+    for job in train_as_all(tmp_path, data, layout, precision={"dtype": dtype, "reduce_dtype": "bf16"}):
+        weights = job.model.named_weights().values()
+        assert {weight.dtype for weight in weights} == {torch.float32}
+        assert devices_of(job) == on(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_other_optimisers(tmp_path, data, name):
+    (job,) = train_as_all(tmp_path, data, "1", optimizer={"name": name})
+    assert devices_of(job) == on(DEVICE)
