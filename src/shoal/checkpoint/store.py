@@ -277,9 +277,7 @@ class CheckpointStore:
         parts = self._agree(what, lambda: {name: file_entry(hidden / name) for name in own})
         manifest = self._manifest(step, parts)
         path = self._on_first(what, commit.commit, hidden, manifest)
-        found = self._agree(
-            what, lambda: [p for name in own for p in check_file(path, name, manifest.files[name])]
-        )
+        found = self._agree(what, self._read_back, path, manifest, own)
         if problems := [problem for part in found for problem in part]:
             self._on_first(what, _refuse, path, problems)
         self._on_first(what, commit.point_latest, path)
@@ -287,6 +285,16 @@ class CheckpointStore:
         if self._rank == 0:
             took_s = time.perf_counter() - started
             log.info("checkpoint of step %d: %.1f MB in %.1f s", step, manifest.size_bytes / 1e6, took_s)
+
+    def _read_back(self, path: Path, manifest: Manifest, own: list[str]) -> list[str]:
+        """Return what is wrong with this rank's files; the first one reads the manifest, too."""
+        problems = [problem for name in own for problem in check_file(path, name, manifest.files[name])]
+        try:
+            if self._is_first:
+                read_manifest(path)
+        except CheckpointError as error:
+            problems.append(error.message)
+        return problems
 
     def _manifest(self, step: int, parts: list[dict[str, Any]]) -> Manifest:
         """List what each rank wrote: the files in this rank's folder, and those that other hosts keep."""
