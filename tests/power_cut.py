@@ -1,8 +1,8 @@
 """A disk that loses power: what a process changed is recorded, and played again up to any moment.
 
-The disk that is played keeps no promise beyond these: what a file held when it was fsynced stays, a change to
-a folder's entries stays once that folder was fsynced, and a rename is done or not done. Of all other changes any
-part may have arrived, in any order.
+The disk that is played keeps no promise beyond these: what a file held when it was fsynced stays, a change
+to a folder's entries stays once that folder was fsynced, and a rename is done or not done. Of all other
+changes any part may have arrived, in any order.
 """
 
 from __future__ import annotations

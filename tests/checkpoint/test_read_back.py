@@ -1,4 +1,4 @@
-"""A file that is damaged between its writing and the reading back: nothing old may go, nothing may point to it."""
+"""A file that is damaged before it is read back: nothing old may go, and nothing may point to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DAMAGES = {"flip": lambda path: flip_bit(path, 77), "cut": cut_short, "lose": Pa
 
 
 def save_while_a_disk_fails(folder: Path, pattern: str, damage: str) -> str:
-    """Save step 10, then step 20, of which a file goes bad as soon as it has its name; return what is said."""
+    """Save step 10, then step 20, of which a file goes bad once it has its name; return what is said."""
     store = open_store(folder, keep_last=1)
     store.save(10, full_tensors(10), {"step": 10}, {"config.toml": b"seed = 1\n"})
     store.wait()

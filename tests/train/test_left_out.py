@@ -21,7 +21,7 @@ def data(tmp_path_factory):
 
 
 def train_with_losses(run_dir, values, losses):
-    """Train as if the loss were 3 but in some steps; add the rates that torch's optimisers had in each step."""
+    """Train as if the loss were 3 but in some steps; add the rates that optimisers had in each step."""
     step, rates = None, {}
 
     def forward_backward(job, batch, honest=loop.forward_backward):

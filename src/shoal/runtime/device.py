@@ -125,7 +125,7 @@ def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 def logical_cores() -> int:
-    """Count the cores this process may run on: affinity mask (which a cpuset narrows), then the cgroups' quota."""
+    """Count the cores this process may run on: affinity mask (and cpuset), then the cgroups' quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_limit()
     return max(1, min(allowed, int(quota))) if quota else allowed
