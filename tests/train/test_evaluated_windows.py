@@ -1,5 +1,7 @@
 """Which windows an evaluation takes during training: the fixed sample, at any step and in any layout."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -29,7 +31,7 @@ def evaluated(run_dir, values):
     dist.all_gather_object(everyone, found)
     windows = job.task.data.samples("validation")
     due = windows.read(fixed_sample(windows, job.config.eval.sequences))[:, :4]
-    return [sorted(sum(parts, [])) for parts in zip(*everyone, strict=True)], sorted(due.tolist())
+    return [sorted(itertools.chain(*parts)) for parts in zip(*everyone, strict=True)], sorted(due.tolist())
 
 
 @pytest.mark.parametrize(
