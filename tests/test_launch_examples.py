@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shoal.bench.hosts import ADDRESSES, NAMES, TwoHosts
 from tests.tiny_dataset import random_dataset
@@ -156,7 +157,6 @@ def test_slurm_starts_again_after_a_failure_but_not_after_bad_input(two_hosts, e
 
 @pytest.mark.proof
 def test_kubernetes_pods_meet_by_their_number(two_hosts, environment, tmp_path):
-    yaml = pytest.importorskip("yaml")
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     [container] = pod["containers"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 
 from shoal.checkpoint import export as export_module
@@ -30,7 +31,6 @@ from tests.tiny_dataset import random_dataset, write_dataset
 from tests.train.ranks import make_job, run_training, tiny_config
 from tests.train.test_parity import values_of
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 MODELS = {

@@ -11,6 +11,7 @@ from shoal.data.dataset import TokenSplit
 from shoal.data.loader import Loader, Windows, fixed_sample
 from shoal.data.permutation import permute
 from shoal.errors import DataError, ShoalError
+from shoal.tasks.feed import EvalSet
 
 
 def split(num_tokens, first=0):
@@ -103,6 +104,21 @@ def test_weights_are_honoured_in_every_block_and_each_dataset_keeps_its_epochs()
         assert np.ptp(np.unique(starts[starts < 10_000], return_counts=True)[1]) <= 1
 
 
+def test_each_block_of_a_mix_has_an_order_of_its_own():
+    windows = Windows([split(4001), split(4001, first=10_000)], seq_len=4)
+    data = loader(windows, weights=(3.0, 1.0))
+    places = np.arange(30_000)
+    owner = data.index(places) >= 1000
+    blocks = owner.reshape(3, 10_000)
+    assert blocks.sum(axis=1).tolist() == [2500] * 3
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (blocks[one] == blocks[other]).mean() == pytest.approx(0.625, abs=0.02)  # as by chance
+        for size in (100, 1000):  # nor is one the other, moved
+            assert not np.array_equal(blocks[one][size:], blocks[other][:-size])
+    parts = [data.index(part) for part in np.array_split(places, 7)]  # which straddle blocks
+    assert np.concatenate(parts).tolist() == data.index(places).tolist()
+
+
 def test_another_seed_gives_another_order():
     windows = Windows([split(4001)], seq_len=4)
     assert loader(windows, seed=1).batch(1).data.tolist() != loader(windows, seed=2).batch(1).data.tolist()
@@ -138,3 +154,22 @@ def test_a_permutation_moves_every_place(size):
     drawn = np.array([permute(np.arange(size), size, seed) for seed in range(24)])
     assert np.array_equal(np.sort(drawn), np.tile(np.arange(size), (24, 1)))
     assert all(len(set(places)) > 1 for places in drawn[:, [0, size // 2, size - 1]].T)
+
+
+def test_the_evaluation_sample_is_that_of_every_release_and_comes_from_everywhere():
+    """Losses can be compared with earlier ones only while these stay; `fixed_sample` has no other input."""
+    windows = Windows([split(401), split(401, first=1000)], seq_len=4)
+    found = fixed_sample(windows, 12).tolist()
+    assert found == [189, 84, 166, 132, 45, 14, 171, 22, 157, 17, 187, 23]
+    assert fixed_sample(windows, 5).tolist() == found[:5]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
+def test_an_evaluation_deals_each_sample_of_its_set_to_one_rank(world_size):
+    windows = Windows([split(401)], seq_len=4)
+    subset = EvalSet(windows, 13, 2)
+    ranks = [list(subset.batches(rank, world_size)) for rank in range(world_size)]
+    assert len({len(rounds) for rounds in ranks}) == 1  # collectives line up
+    dealt = [data[:, 0] for rounds in ranks for data, _, valid in rounds if valid]
+    assert sorted(np.concatenate(dealt) // 4) == sorted(fixed_sample(windows, 13))
+    assert all(len(data) == count <= 2 for rounds in ranks for data, count, _ in rounds)

@@ -7,6 +7,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+import sentencepiece
 import tiktoken
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Reference
@@ -250,12 +251,11 @@ def sentencepiece_file(tmp_path_factory):
 
 def train_sentencepiece(folder, **changes):
     """Train a small SentencePiece model; return its file."""
-    spm = pytest.importorskip("sentencepiece")
     lines = folder / "text.txt"
     words = ["the", "of", "and", "people", "nation", "time", "music", "water", "language", "history"]
     draw = random.Random(1)
     lines.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(2000)) + "\n" + CHINESE)
-    spm.SentencePieceTrainer.train(
+    sentencepiece.SentencePieceTrainer.train(
         input=str(lines), model_prefix=str(folder / "m"), byte_fallback=True,
         minloglevel=2, **{"model_type": "bpe", "vocab_size": 360, **changes},
     )  # fmt: skip

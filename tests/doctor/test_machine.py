@@ -67,13 +67,6 @@ def test_container_memory_limit_counts_as_the_memory_there_is():
     assert machine.check_memory(total=64 * GB, available=GB // 2).status == "problem"
 
 
-def test_smallest_cgroup_limit_on_the_way_up_is_read(tmp_path):
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine._cgroup_memory_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("123456789\n")
-    assert machine._cgroup_memory_limit(tmp_path) == 123456789
-
-
 def test_disk_is_written_and_left_clean(tmp_path):
     finding = machine.check_disk(tmp_path, free=50 * GB, probe_bytes=1 << 20)
     assert "MB/s" in finding.fact

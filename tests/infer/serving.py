@@ -26,16 +26,23 @@ class Running:
         self.steps = 0  # tokens that were computed for all live rows
         self.step_s = 0.0
         self.fails = False
+        self._goal = float("inf")  # steps
         honest = batcher._engine.step
 
         def step(chosen: list[int]) -> Any:
             if self.fails:
                 raise RuntimeError("out of everything")
             time.sleep(self.step_s)
+            while self.steps >= self._goal:
+                time.sleep(0.01)
             self.steps += 1
             return honest(chosen)
 
         batcher._engine.step = step  # type: ignore[method-assign]
+
+    def hold(self, after: float) -> None:
+        """Let the model compute so many more tokens for all live rows, then wait."""
+        self._goal = self.steps + after
 
     def post(self, **body: Any) -> httpx.Response:
         """Ask for a completion."""
@@ -89,6 +96,7 @@ def serving(
     try:
         yield running
     finally:
+        running.hold(after=float("inf"))
         server.should_exit = True
         for thread in threads:
             thread.join()

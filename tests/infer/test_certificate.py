@@ -11,8 +11,6 @@ from shoal.infer import certificate
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 
-pytest.importorskip("transformers")
-
 
 def test_the_command_exports_and_proves(trained_run, tmp_path):
     done = commands.run("export", trained_run, tmp_path / "out", env=ONE_THREAD)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from shoal.data.tokenizer import bytes_tokenizer_json
 from shoal.errors import DataError, InputError
@@ -89,7 +90,6 @@ def test_wikitext_counts_the_words_of_the_original(loaded, tmp_path):
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
     """Return a random model of transformers, and its folder with a tokenizer of bytes."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=257)
     model = transformers.GPT2LMHeadModel(config).eval()

@@ -14,8 +14,6 @@ from shoal.infer.load import load_text_model
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 
-pytest.importorskip("lm_eval")
-
 TASK = """
 task: {name}
 dataset_path: json

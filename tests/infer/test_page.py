@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from playwright.sync_api import sync_playwright
 
 from shoal.infer.load import load_text_model
 from tests.infer.serving import serving
@@ -15,10 +16,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: the page was not tried")
-    with sync_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import select
@@ -247,18 +248,21 @@ def test_a_client_that_left_costs_nothing_more(loaded, stream):
 
 def test_what_takes_too_long_or_waits_in_too_long_a_line_is_told(loaded):
     wish = {"prompt": "a", "max_tokens": 60, "temperature": 0}
-    with serving(loaded, Limits(batch_size=1, waiting=1, request_s=1.5)) as running:
-        running.step_s = 0.1
-        streamed = events(running.post(**wish, stream=True))
-        assert len(streamed) > 1
-        assert "the time limit of 1.5 s is over" in streamed[-1]["error"]["message"]
+    with serving(loaded, Limits(batch_size=1, waiting=1, request_s=4)) as running:
+        running.hold(after=12)
+        *made, last = events(running.post(**wish, stream=True))
+        assert "the time limit of 4 s is over" in last["error"]["message"]
+        text = "".join(piece["choices"][0]["text"] for piece in made)
+        assert text == text_of(loaded, "a", max_tokens=12)[0].rstrip("\ufffd")  # all that was made in time
+        assert len(made) > 3
+        running.hold(after=2)
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(running.post, **wish) for _ in range(4)]
             answers = sorted((one.result() for one in asked), key=lambda answer: answer.status_code)
         assert [answer.status_code for answer in answers] == [408, 408, 429, 429]
-        assert "the time limit of 1.5 s is over" in answers[0].json()["error"]["message"]
+        assert "the time limit of 4 s is over" in answers[0].json()["error"]["message"]
         assert "2 texts are being made; at most 2 may" in answers[2].json()["error"]["message"]
-        running.step_s = 0.0
+        running.hold(after=float("inf"))
         assert running.post(prompt="a", max_tokens=2).status_code == 200
 
 
@@ -360,9 +364,9 @@ def test_a_token_is_asked_for(loaded):
         assert "textarea" in httpx.get(f"{running.url}/").text
 
 
-def started(*words):
+def started(*words, env=None):
     """Start the command; return it and where it serves."""
-    command = commands.Command("serve", *words)
+    command = commands.Command("serve", *words, env=env)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and command.poll() is None:
         if found := re.search(r"serving at (\S+)/ ", command.said()[0]):
@@ -372,20 +376,64 @@ def started(*words):
     raise AssertionError(command.end())
 
 
+def wait_until_refused(url):
+    """Wait until a server takes no more connections."""
+    host, port = url.removeprefix("http://").split(":")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except ConnectionError:
+            return
+        time.sleep(0.05)
+    pytest.fail("it still listens")
+
+
+# Put into the command: its model waits at a step while a file is there; it may take a minute to stop.
+HELD = """
+import os, time
+from shoal.infer.generate import Engine
+from shoal.infer.serve.server import Limits
+honest, steps = Engine.step, 0
+
+def step(self, chosen):
+    global steps
+    steps += 1
+    while os.path.exists(os.environ["HOLD"]) and steps > 20:
+        time.sleep(0.01)
+    return honest(self, chosen)
+
+Engine.step = step
+Limits.__init__.__defaults__ = (*Limits.__init__.__defaults__[:-1], 60)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number):
-    command, url = started(trained_run, "--port", "0")
+def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    hold = tmp_path / "hold"
+    hold.touch()
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command, url = started(trained_run, "--port", "0", env={"PYTHONPATH": paths, "HOLD": str(hold)})
     got = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "temperature": 0}, timeout=30)
     assert [one["text"] for one in got.json()["choices"]] == text_of(loaded, "ab")
-    wish = {"prompt": ["a"] * 16, "max_tokens": 30, "stream": True, "temperature": 0}  # in a part of 5 s
+    wish = {"prompt": ["a"] * 16, "max_tokens": 30, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{url}/v1/completions", json=wish, timeout=60) as long:
         pieces = long.iter_text()
         begin = next(pieces)
         command.send_signal(number)
+        wait_until_refused(url)
+        hold.unlink()
         rest = "".join(pieces)
-    assert (begin + rest).endswith("data: [DONE]\n\n")  # what is under way is finished
-    assert rest.count("data: ") > 50
-    done = command.end(30)
+    *found, end = (begin + rest).removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"  # what is under way is finished
+    assert rest.count("data: ") > 100
+    texts = [""] * 16
+    for one in found:
+        choice = json.loads(one.removeprefix("data: "))["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert texts == text_of(loaded, "a", max_tokens=30) * 16
+    done = command.end(60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("stopped\n")
     assert done.stderr == ""

@@ -156,6 +156,16 @@ def test_a_loss_that_is_not_finite_is_handled_as_set(tmp_path, loss, norm, actio
     assert (incident["step"], incident["action"], incident["samples"]) == (7, action, [1, 2])
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_leaves_the_running_mean_as_it_was(tmp_path, odd):
+    judge = guard(tmp_path, nonfinite="warn", spike="skip", spike_factor=2.0)
+    for step in range(1, 61):
+        assert judge.allows(step, odd if step % 10 == 0 else 3.0, 1.0, NONE)
+    assert (judge.mean, judge.seen) == (pytest.approx(3.0), 54)
+    assert not judge.allows(61, 6.5, 1.0, NONE)  # it goes on judging
+    assert judge.allows(62, 5.5, 1.0, NONE)
+
+
 def test_stop_raises_and_says_what_to_do(tmp_path):
     with pytest.raises(ShoalError, match="step 7: loss or gradient norm is not finite") as caught:
         guard(tmp_path, nonfinite="stop").allows(7, math.nan, 1.0, NONE)

@@ -8,6 +8,7 @@ import time
 import types
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shoal.config.load import validate
 from shoal.errors import ConfigError
@@ -71,14 +72,12 @@ def open_sinks(run_dir, *names, step=0):
 
 def tensorboard_scalars(run_dir):
     """Return {tag: {step: value}} of the event files of a run, as TensorBoard shows them."""
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    reader = events.EventAccumulator(str(run_dir / "tensorboard"))
+    reader = EventAccumulator(str(run_dir / "tensorboard"))
     reader.Reload()
     return {tag: {e.step: e.value for e in reader.Scalars(tag)} for tag in reader.Tags()["scalars"]}
 
 
 def test_tensorboard_shows_what_metrics_jsonl_says_after_a_resume_too(pool, data, tmp_path):
-    pytest.importorskip("tensorboard")
     values = tiny_config(data, train={"sinks": ["tensorboard"], "steps": 6}, runtime={"stop_after": 3})
     pool.run(run_training, 2, tmp_path, values)
     pool.run(run_training, 2, tmp_path, {**values, "runtime": {"device": "cpu", "threads": 1}})
@@ -91,7 +90,6 @@ def test_tensorboard_shows_what_metrics_jsonl_says_after_a_resume_too(pool, data
 
 
 def test_a_resumed_run_hides_what_was_written_after_its_step(tmp_path):
-    pytest.importorskip("tensorboard")
     for begin, end, loss in ((0, 4, 1.0), (2, 3, 2.0)):
         opened = open_sinks(tmp_path, "tensorboard", step=begin)
         for step in range(begin + 1, end + 1):

@@ -55,6 +55,7 @@ def discard(path: Path) -> None:
 def start_writing(folder: Path, step: int) -> Path:
     """Make the hidden folder that a save writes into."""
     folder.mkdir(parents=True, exist_ok=True)
+    fsync(folder.parent)  # of a new run, that folder too must outlast a power cut
     hidden = folder / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
     hidden.mkdir()
     return hidden

@@ -59,7 +59,7 @@ from shoal.checkpoint.tensors import (
 from shoal.checkpoint.transfer import receive_file, send_file
 from shoal.errors import CheckpointError, ShoalError, UnreadableError
 from shoal.runtime.failure import is_peer_loss
-from shoal.runtime.files import disk_error
+from shoal.runtime.files import disk_error, fsync
 from shoal.runtime.log import log
 
 T = TypeVar("T")
@@ -274,12 +274,10 @@ class CheckpointStore:
             self._agree(what, write_folder, hidden / folder, part, folder_sizes, self._group)
         own = [str(path.relative_to(hidden)) for path in _shards(hidden, self._rank)]
         own += sorted(files) if self._is_first else []
-        parts = self._agree(what, lambda: {name: file_entry(hidden / name) for name in own})
+        parts = self._agree(what, lambda: {name: _entry_on_disk(hidden / name) for name in own})
         manifest = self._manifest(step, parts)
         path = self._on_first(what, commit.commit, hidden, manifest)
-        found = self._agree(
-            what, lambda: [p for name in own for p in check_file(path, name, manifest.files[name])]
-        )
+        found = self._agree(what, self._read_back, path, manifest, own)
         if problems := [problem for part in found for problem in part]:
             self._on_first(what, _refuse, path, problems)
         self._on_first(what, commit.point_latest, path)
@@ -287,6 +285,16 @@ class CheckpointStore:
         if self._rank == 0:
             took_s = time.perf_counter() - started
             log.info("checkpoint of step %d: %.1f MB in %.1f s", step, manifest.size_bytes / 1e6, took_s)
+
+    def _read_back(self, path: Path, manifest: Manifest, own: list[str]) -> list[str]:
+        """Return what is wrong with this rank's files; the first one reads the manifest, too."""
+        problems = [problem for name in own for problem in check_file(path, name, manifest.files[name])]
+        try:
+            if self._is_first:
+                read_manifest(path)
+        except CheckpointError as error:
+            problems.append(error.message)
+        return problems
 
     def _manifest(self, step: int, parts: list[dict[str, Any]]) -> Manifest:
         """List what each rank wrote: the files in this rank's folder, and those that other hosts keep."""
@@ -398,6 +406,12 @@ def _set_aside(path: Path, problems: list[str]) -> None:
 def _shards(hidden: Path, rank: int) -> list[Path]:
     """Return the tensor files that a rank wrote; the storage writer numbers ranks from 1."""
     return sorted(hidden.glob(f"*/shard-{rank + 1:05d}-*.safetensors"))
+
+
+def _entry_on_disk(path: Path) -> dict[str, Any]:
+    """Return a file's entry for the manifest once its bytes are on disk."""
+    fsync(path)  # torch's writer does so while the last bytes, or all of a small file, are in its buffer
+    return file_entry(path)
 
 
 def _refuse(path: Path, problems: list[str]) -> None:

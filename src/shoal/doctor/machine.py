@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.runtime.allocator import available_memory, physical_memory
+from shoal.runtime.cgroup import memory_limit
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -122,7 +123,7 @@ def check_cores(
 def check_memory(total: int | None = None, available: int | None = None, limit: int | None = None) -> Finding:
     """Is there enough memory, counting a container's limit?"""
     total = total or physical_memory()
-    available, limit = available or available_memory(), limit or _cgroup_memory_limit()
+    available, limit = available or available_memory(), limit or memory_limit()
     usable = min(available, limit or available)
     limited = f"limited to {_gb(limit)} by the cgroup" if limit and limit < total else "no cgroup limit"
     fact = f"{_gb(total)} in all, {_gb(available)} available, {limited}"
@@ -268,21 +269,6 @@ def _cuda_names() -> list[str]:
         memory = _gb(torch.cuda.get_device_properties(index).total_memory)
         names.append(f"{torch.cuda.get_device_name(index)} ({memory})")
     return names
-
-
-def _cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the smallest memory limit of this process's cgroups (v2, then v1); None where there is none."""
-    own = Path("/proc/self/cgroup")
-    found = re.search(r"(?m)^0::/(.*)$", own.read_text()) if own.exists() else None
-    folder = root / (found[1] if found else "")
-    files = [parent / "memory.max" for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
-    texts = [
-        file.read_text().strip() for file in [*files, root / "memory/memory.limit_in_bytes"] if file.exists()
-    ]
-    limits = [
-        int(text) for text in texts if text.isdigit() and int(text) < 1 << 60
-    ]  # v1 says no limit by 2**63
-    return min(limits, default=None)
 
 
 def _write_rate(folder: Path, num_bytes: int) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from shoal.config.sections import Runtime
 from shoal.errors import ConfigError
+from shoal.runtime.cgroup import cpu_limit
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 def logical_cores() -> int:
-    """Count the cores this process may run on: affinity mask, then the cgroup's quota."""
+    """Count the cores this process may run on: affinity mask (and cpuset), then the cgroups' quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, min(allowed, quota)) if quota else allowed
+    quota = cpu_limit()
+    return max(1, min(allowed, int(quota))) if quota else allowed
 
 
 def physical_cores() -> int:
@@ -177,10 +178,3 @@ def _cpu_flags() -> set[str]:
         if line.startswith(("flags", "Features")):
             return set(line.partition(":")[2].split())
     return set()
-
-
-def _cgroup_quota() -> int:
-    """Return the whole cores that cgroup v2 grants, 0 where it sets no limit."""
-    file = Path("/sys/fs/cgroup/cpu.max")
-    quota, _, period = file.read_text().strip().partition(" ") if file.exists() else ("max", "", "")
-    return max(1, int(quota) // int(period)) if quota.isdigit() and period.isdigit() else 0

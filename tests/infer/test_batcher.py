@@ -1,0 +1,119 @@
+"""Rows that are given up: nothing more is read or computed for them, and nobody else notices.
+
+All happens on one thread: what else would come at some time comes out of the model's own calls.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.infer.generate import Engine, Row, generate
+from shoal.infer.sampling import Sampling
+from shoal.infer.serve import batcher as batcher_module
+from shoal.infer.serve.batcher import Batcher, Ticket
+from tests.models.hf import decoder_from_hf, random_gpt2
+
+GREEDY = Sampling(greedy=True)
+PROMPTS = {"a": [5, 9], "b": list(range(20, 32)), "c": [7, 8, 9]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder_from_hf(random_gpt2())
+
+
+class Scene:
+    """A batcher whose model's calls are noted, and answered by what a test wants to happen just then."""
+
+    def __init__(self, model, rows, monkeypatch):
+        monkeypatch.setattr("shoal.infer.generate._PREFILL", 4)
+        monkeypatch.setattr(batcher_module, "_READ_BESIDE", 4)
+        self.engine = Engine(model, rows, 40)
+        self.batcher = Batcher(self.engine, None, 8, lambda: None)
+        self.read, self.told, self.steps, self.open = [], {}, 0, 0
+        self.tickets, self.then = {}, {}
+        for name in ("read", "step"):
+            setattr(self.engine, name, self._noting(name, getattr(self.engine, name)))
+
+    def _noting(self, name, honest):
+        def call(tokens):
+            if name == "read":
+                self.read += tokens
+            else:
+                self.steps += 1
+            answer = honest(tokens)
+            self.then.pop((name, len(self.read) if name == "read" else self.steps), lambda: None)()
+            return answer
+
+        return call
+
+    def submit(self, name, max_tokens=6):
+        self.told[name] = []
+        self.open += 1
+        ticket = Ticket(Row(PROMPTS[name], max_tokens), GREEDY, lambda found: self._deliver(name, found))
+        self.tickets[name] = ticket
+        self.batcher.submit([ticket])
+
+    def _deliver(self, name, found):
+        self.told[name].append(found)
+        if found is None:
+            self._less()
+
+    def cancel(self, name):
+        self.batcher.cancel([self.tickets[name]])
+        self._less()
+
+    def _less(self):
+        self.open -= 1
+        if not self.open:
+            self.batcher.close()
+
+
+def alone(model, name, max_tokens=6):
+    return [token for _, token in generate(model, [Row(PROMPTS[name], max_tokens)], GREEDY, None)] + [None]
+
+
+def test_a_row_that_is_given_up_while_it_waits_is_not_read(model, monkeypatch):
+    scene = Scene(model, 1, monkeypatch)
+    for name in "abc":
+        scene.submit(name)
+    scene.then["step", 2] = lambda: scene.cancel("b")
+    scene.batcher.run()
+    assert scene.read == PROMPTS["a"] + PROMPTS["c"]
+    assert scene.told == {"a": alone(model, "a"), "b": [], "c": alone(model, "c")}
+
+
+def test_a_row_that_is_given_up_while_it_is_read_is_not_read_on(model, monkeypatch):
+    scene = Scene(model, 2, monkeypatch)
+    for name in "abc":
+        scene.submit(name, 8)
+    scene.then["read", 2 + 8] = lambda: scene.cancel("b")  # two parts of its three
+    scene.batcher.run()
+    assert scene.read == PROMPTS["a"] + PROMPTS["b"][:8] + PROMPTS["c"]
+    assert scene.told == {"a": alone(model, "a", 8), "b": [], "c": alone(model, "c", 8)}
+
+
+@pytest.mark.parametrize("given_up", ["a", "c"])  # the first of the live rows, and the last
+def test_a_live_row_that_is_given_up_gets_no_more_tokens(model, monkeypatch, given_up):
+    scene = Scene(model, 2, monkeypatch)
+    kept = {"a": "c", "c": "a"}[given_up]
+    scene.submit(given_up, 30)
+    scene.submit(kept, 6)
+    scene.then["step", 4] = lambda: scene.cancel(given_up)
+    scene.batcher.run()
+    got = scene.told[given_up]
+    assert got == alone(model, given_up, 30)[: len(got)]
+    assert len(got) <= 5  # that of the step under way is the last
+    assert scene.told[kept] == alone(model, kept)
+    assert scene.steps <= 8  # not the 30 of the row that was given up
+    assert scene.engine.live == 0 or scene.told[kept][-1] is None
+
+
+def test_room_of_a_row_that_was_given_up_is_for_the_next(model, monkeypatch):
+    scene = Scene(model, 1, monkeypatch)
+    scene.submit("a", 30)
+    scene.submit("c", 6)
+    scene.then["step", 3] = lambda: scene.cancel("a")
+    scene.batcher.run()
+    assert scene.told["c"] == alone(model, "c")
+    assert scene.read == PROMPTS["a"] + PROMPTS["c"]
