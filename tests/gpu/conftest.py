@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from shoal.config.sections import Runtime
 from shoal.runtime import process as processes
 from tests.tiny_dataset import random_dataset
+
+# For tests of train.deterministic: torch reads it at the first matrix product of the process.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="module")

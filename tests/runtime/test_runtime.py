@@ -82,15 +82,18 @@ def test_fp32_on_a_gpu_means_fp32(monkeypatch):
     assert "tf32" not in {matmul.fp32_precision, cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision}
 
 
-def test_reproducible_kernels_are_asked_for_and_given_up(monkeypatch):
+def test_reproducible_kernels_are_asked_for_and_a_callers_choice_stands(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    devices.compute_reproducibly(False)
+    assert not torch.are_deterministic_algorithms_enabled()
     try:
         devices.compute_reproducibly(True)
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
         devices.compute_reproducibly(False)
-    assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_two_nccl_ranks_on_one_gpu_are_refused(monkeypatch):

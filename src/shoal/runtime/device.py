@@ -64,16 +64,17 @@ def compute_fp32_in_full() -> None:
 
 
 def compute_reproducibly(on: bool) -> None:
-    """Choose kernels that add in one order only, or any; before the first matrix product of the process.
+    """Where `on`, choose kernels that add in one order only; before the first matrix product of the process.
 
     Attention takes such kernels by itself; torch raises a RuntimeError that names an operator without one.
+    Where not, a caller's own choice stands.
     """
-    if on != torch.are_deterministic_algorithms_enabled():  # which loads the compiler
-        torch.use_deterministic_algorithms(on)
-    if on:
-        # It finds errors, and costs time.
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS lets streams share memory
+    if not on:
+        return
+    torch.use_deterministic_algorithms(True)
+    # It finds errors, and costs time.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS lets streams share memory
 
 
 def choose_backend(setting: str, device: Device) -> str:

@@ -29,7 +29,7 @@ from shoal.runtime.stop import STARTED, stop_marker, stopped_marker
 from shoal.runtime.watch import Watch, heard, told
 
 _MONITOR_S = 0.1
-_GRACE_S = 5  # for ranks to leave after a peer was lost; one that waits for a GPU hears no SIGTERM
+_GRACE_S = 5  # for ranks to leave after a peer was lost; one that waits for a GPU does not handle SIGTERM
 
 
 def launched_by_us() -> bool:
@@ -202,7 +202,15 @@ class _Workers(SubprocessContext):
             handlers[rank] = _Worker(forking.start(self.args[rank], os.environ | env))
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        super()._close(death_sig, min(timeout, _GRACE_S))
+        """Ask the workers to end; kill those that have not after `_GRACE_S`, and wait until they are gone."""
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                handler.close(death_sig)
+        end = time.monotonic() + min(timeout, _GRACE_S)
+        for handler in self.subprocess_handlers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                handler.proc.wait(max(0.0, end - time.monotonic()))
+        super()._close(signal.SIGKILL, timeout)  # a GPU's memory may take long to be given back
 
 
 class _Worker:
