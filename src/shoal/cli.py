@@ -19,6 +19,7 @@ app = App(
     help="Raw text to a trained GPT, from a laptop to many machines, and the run is never lost.",
     version_flags=["--version"],
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
+    suppress_keyboard_interrupt=False,  # __main__ says what stopped a command
 )
 app.command(
     "shoal.cli_train:train",

@@ -88,7 +88,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
     assert content(tmp_path / "d") == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole, tmp_path, number):
     output = tmp_path / "d"
     process = start(corpus, output)
@@ -172,16 +172,24 @@ def test_shared_memory_of_the_engine_has_a_name_of_ours(monkeypatch, tmp_path):
     assert re.fullmatch(r"ab12cd_9[0-9a-f]{4}\n", done.stdout)
 
 
-def test_only_folders_with_a_name_of_ours_are_removed(tmp_path):
-    root, kept = tmp_path / "work", tmp_path / "photos"
-    for folder in (root, kept, tmp_path / "shoal-ab12cd_9"):
+def test_only_folders_that_name_this_work_as_theirs_are_removed(tmp_path):
+    root, theirs, ours = (tmp_path / name for name in ("work", "shoal-training", "shoal-ab12cd_9"))
+    for folder in (root, theirs, ours):
         folder.mkdir()
-    (root / "scratch").write_text(str(kept))
-    engine.remove_leftovers(root)
-    assert kept.is_dir()
-    (root / "scratch").write_text(str(tmp_path / "shoal-ab12cd_9"))
-    engine.remove_leftovers(root)
-    assert not (tmp_path / "shoal-ab12cd_9").exists()
+    (ours / "owner").write_text(str(root))
+    (theirs / "owner").write_text(str(tmp_path / "other"))
+    for named in (tmp_path / "photos", theirs, ours):
+        named.mkdir(exist_ok=True)
+        (root / "scratch").write_text(str(named))
+        engine.remove_leftovers(root)
+        assert named.exists() == (named != ours)
+        assert not (root / "scratch").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_a_note_that_is_no_file_is_not_read(tmp_path, make):
+    make(tmp_path / "scratch")
+    engine.remove_leftovers(tmp_path)
 
 
 def test_a_dead_worker_is_told_and_the_next_run_continues(corpus, whole, tmp_path):

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import select
 import shutil
 import signal
@@ -38,7 +37,7 @@ _DEATH_S = 3.0  # how long Daft, which waits for a dead worker for ever, may hav
 _LEAVE_S = 5.0  # how long workers may take to leave after a stop
 _ALIVE = "worker-{}"  # each worker holds a lock on its own file as long as it lives
 _SCRATCH = "scratch"  # the file that names the folder for sockets
-_SCRATCH_NAME = re.compile(r"shoal-[a-z0-9_]{8}")  # as tempfile makes it
+_OWNER = "owner"  # the file in that folder that names ours: a note alone could name anybody's folder
 _SHARED_MEMORY = Path("/dev/shm")
 _LOG_NAME = "engine.log"
 _LOG_TAIL = 2000
@@ -74,6 +73,7 @@ def run_ranges(
         old.unlink()
     reader, writer = os.pipe()
     scratch = Path(tempfile.mkdtemp(prefix="shoal-"))  # for Daft's sockets, whose paths must be short
+    (scratch / _OWNER).write_text(str(folder.resolve()))
     (folder / _SCRATCH).write_text(str(scratch))
     with (folder / _LOG_NAME).open("wb") as log:
         driver = subprocess.Popen(
@@ -110,13 +110,16 @@ def remove_leftovers(root: Path) -> None:
     A run does so itself, if it is not killed; then the next one does.
     """
     for note in root.rglob(_SCRATCH):
+        if note.is_symlink() or not note.is_file():
+            continue
         _wait_for_workers(note.parent)  # of a run that was killed a moment ago
-        scratch = Path(note.read_text(errors="replace"))
-        if _SCRATCH_NAME.fullmatch(scratch.name) and scratch.is_absolute():
-            shutil.rmtree(scratch, ignore_errors=True)
-            for segment in _SHARED_MEMORY.glob(f"{_prefix(scratch)}*"):
-                with contextlib.suppress(OSError):
-                    segment.unlink()
+        scratch = Path(note.read_text(errors="replace")[:4096])
+        owner = scratch / _OWNER
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or was never ours
+            if owner.is_file() and owner.read_text(errors="replace") == str(note.parent.resolve()):
+                for segment in _SHARED_MEMORY.glob(f"{_prefix(scratch)}*"):
+                    segment.unlink(missing_ok=True)
+                shutil.rmtree(scratch, ignore_errors=True)
         note.unlink()
 
 

@@ -37,6 +37,7 @@ from shoal.runtime.files import atomic_write, disk_error, fsync, read_json, writ
 WORK_DIR = ".work"  # inside the dataset folder until it is finished
 STAGES_DIR = "stages"
 _LOCK_NAME = "lock"
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Result = TypeVar("_Result")
 
 
@@ -80,7 +81,8 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
 def prepare_command(options: PrepareOptions, json_path: Path | None) -> None:
     """Run `shoal prepare`: the table goes to the screen, the figures to `json_path` where one is given."""
     started = time.monotonic()
-    (prepare_examples if holds_examples(options) else prepare)(options, Console())
+    with _stop_on_signals():
+        (prepare_examples if holds_examples(options) else prepare)(options, Console())
     if json_path is not None:
         seconds = time.monotonic() - started
         manifest = read_json(options.output / MANIFEST, "dataset manifest")
@@ -138,7 +140,7 @@ def _forget_if_nothing_was_made(output: Path) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into StoppedError; a second signal ends the process at once."""
+    """Turn a stop request into StoppedError; a second signal ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -148,7 +150,8 @@ def _stop_on_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         raise KeyboardInterrupt(signal.Signals(number).name)  # no Exception: nobody on the way may swallow it
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -315,7 +318,7 @@ def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], consol
 def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
     """Give everything its final name, the manifest last. Signals wait for these few renames."""
     names = [STAGES_DIR, REJECTS_DIR, JSON_NAME, MODEL_NAME, *_token_files()]
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         for name in names:
             old, new = paths.output / name, paths.final / name
