@@ -29,7 +29,9 @@ def test_pages_say_what_the_records_do_and_no_figure_more():
             "| 2.10 |",
             "**1.014**",
         ),
-        *("at most 2e-7 apart", "30 ms", "within 12 minutes"),
+        *("at most 2e-7 apart", "30 ms", "within 12 minutes", "12 min", "2 hours", "68s", "12MB/s"),
+        *("5,000 tokens a second", "1,200 requests per second", "3x faster", "1.5x the speed"),
+        *("a 40-percent gain", "9 thousand tokens/s"),
     ],
 )
 def test_a_figure_without_a_record_is_found(figure):

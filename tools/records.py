@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("benchmarks/records")
 
+SETTINGS = ("src/shoal/runtime/allocator.py", "src/shoal/runtime/openmp.py", "benchmarks/c_library.py")
 STEP = (
     "src/shoal/train",
     "src/shoal/models",
@@ -42,7 +43,15 @@ STRATEGIES = (
 GRID = ("shoal", "bench", "gradsync", "--strategies", *STRATEGIES.split(" "), "--output")
 ONE_GBIT = ("--workers", "2", "--link", "1gbit")
 PROOF = "make proof"
-MUTATED = (*STEP, *REPLICAS, *SAVING, "src/shoal/data", "src/shoal/config", "src/shoal/runtime/mesh.py")
+MUTATED = (
+    "tests",
+    *STEP,
+    *REPLICAS,
+    *SAVING,
+    "src/shoal/data",
+    "src/shoal/config",
+    "src/shoal/runtime/mesh.py",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ ENTRIES = {
     "advise": _module("advise", 20, *GRADSYNC, "src/shoal/bench/advise.py", needs="root"),
     "collectives": _module("collectives", 5, "src/shoal/comm", "src/shoal/bench/collectives.py"),
     "cpu_train": _module(
-        "train_step", 20, "benchmarks/systems.py", "benchmarks/c_library.py", "benchmarks/bare_gpt.py", *STEP
+        "train_step", 20, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
     "data_parallel": Entry(PROOF, 40, ("benchmarks/data_parallel.py", *STEP, *REPLICAS)),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
@@ -96,12 +105,10 @@ ENTRIES = {
         "root",
     ),
     "gradsync_link": _module("gradsync", 30, *GRADSYNC, words=["link"], needs="root"),
-    "hook": _module("hook", 3, "src/shoal/gradsync/during_backward.py", "src/shoal/gradsync/exchange.py"),
-    "interop": _module("interop", 5, "src/shoal/checkpoint/export.py", "src/shoal/checkpoint/importing.py"),
+    "hook": _module("hook", 3, "src/shoal/parallel/apply.py", *REPLICAS),
+    "interop": _module("interop", 5, *SAVING),
     "kill_storm": Entry(PROOF, 8, ("benchmarks/kill_storm.py", *SAVING, *STARTING)),
-    "layouts": _module(
-        "layouts", 10, "benchmarks/bare_tensor_parallel.py", "benchmarks/c_library.py", *STEP, *REPLICAS
-    ),
+    "layouts": _module("layouts", 10, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *REPLICAS),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
@@ -118,13 +125,14 @@ ENTRIES = {
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
     "torch_versions": _module(
         "torch_versions",
-        20,
+        40,
         "src/shoal/models",
         "src/shoal/parallel",
         "src/shoal/checkpoint",
         "src/shoal/train",
         "src/shoal/gradsync",
         "src/shoal/comm",
+        needs="another torch",
     ),
 }
 
@@ -211,7 +219,7 @@ def run(names: Sequence[str], root: Path = ROOT) -> int:
     print(
         f"{sum(ENTRIES[name].minutes for name in wanted)} minutes in all, on a machine that does nothing else"
     )
-    if _git(root, "status", "--porcelain", "--", "src", "benchmarks", "tests", f":!{FOLDER}"):
+    if _git(root, "status", "--porcelain", "--", "src", "benchmarks", "tests", "tools", f":!{FOLDER}"):
         print("code is not committed: the records will say so, and count as stale")
     failed = []
     for name in wanted:

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.runtime.device import bf16_is_native, logical_cores, physical_cores, select_device
 
 _HERE = Path(__file__).resolve().parent
-_CODE = ("src", "benchmarks", "tests", "pyproject.toml", "constraints.txt", ":!benchmarks/records")
+_CODE = ("src", "benchmarks", "tests", "tools", "pyproject.toml", "constraints.txt", ":!benchmarks/records")
 
 
 @functools.cache

@@ -148,7 +148,7 @@ class Ring:
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Count this rank as one that waits until `reached` says otherwise: a host goes on before its GPU.
 
-        Those of one rank are reached in the order in which they are given.
+        They are asked in the order in which they are given; on other streams one may be reached before.
         """
         with self._lock:
             self._not_reached.append(reached)
@@ -176,7 +176,7 @@ class Ring:
     def give_up(self, error: Exception) -> None:
         """Record no more; nobody may take the silence for a hang."""
         self.given_up = True
-        self._not_reached.clear()  # a broken GPU is asked no more
+        self._not_reached.clear()  # events of a failed device are not queried
         with contextlib.suppress(Exception):
             self.phase = UNRECORDED
             self._beat()
