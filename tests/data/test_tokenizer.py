@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Reference
 
 from shoal.data import tokenizer as tokenizer_module
-from shoal.data.bytelevel import CUTTABLE_PATTERNS, GPT2_PATTERN, merges_of, tiktoken_ranks, to_bytes
+from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS, GPT2_PATTERN, merges_of, tiktoken_ranks, to_bytes
 from shoal.data.cut import BETWEEN_WORDS, sentencepiece_cut
 from shoal.data.prepare.vocabulary import fixed_tokenizer
 from shoal.data.tokenizer import PIECE_BYTES, bytes_tokenizer_json, load_tokenizer, parse_tokenizer
@@ -119,6 +119,20 @@ def test_an_odd_bpe_still_gets_the_references_ids():
     ours, reference = parse_tokenizer(content.encode(), "odd"), Reference.from_str(content)
     for text in ("abc", "bc abc", "aabcc abcabc", "abc " * 20_000):
         assert ours.encode(text) == reference.encode(text).ids
+
+
+@pytest.mark.parametrize("tokens", [("ab", "abc", "bcd"), ("bcd",)], ids=["merges", "bytes"])
+def test_words_that_stay_whole_have_the_references_ids_in_texts_of_any_length(tokens):
+    """`bcd` is a token that no merge makes: with `ignore_merges` the word is it, without it is three bytes."""
+    vocab = BYTE_OF | {token: 256 + n for n, token in enumerate(tokens)}
+    merges = [("a", "b"), ("ab", "c")] if "ab" in tokens else []
+    spec = json.loads(byte_level(vocab, merges).to_str())
+    for ignore_merges in (True, False):
+        spec["model"]["ignore_merges"] = ignore_merges
+        content = json.dumps(spec)
+        ours, reference = parse_tokenizer(content.encode(), "whole"), Reference.from_str(content)
+        for text in ("bcd", "bcd abc", "bcd abcd\n" * 20_000):
+            assert ours.encode(text) == reference.encode(text).ids, (ignore_merges, text[:20])
 
 
 def test_merges_are_recovered_from_ranks(gpt2_folder):

@@ -22,7 +22,7 @@ from shoal.cli_models import serve
 from shoal.errors import InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
-from shoal.infer.serve.server import Address, Limits, build_server
+from shoal.infer.serve.server import Address, Limits, build_server, read_token
 from shoal.infer.text import Writer, complete, prompt_rows
 from tests import commands
 from tests.infer.serving import events, serving
@@ -437,6 +437,22 @@ def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number, tmp
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("stopped\n")
     assert done.stderr == ""
+
+
+def test_a_token_that_others_may_read_is_warned_of(tmp_path, capsys):
+    token = tmp_path / "token"
+    token.write_text("a-long-random-word\n")
+    for mode, warned in ((0o600, False), (0o400, False), (0o640, True), (0o604, True), (0o644, True)):
+        token.chmod(mode)
+        assert read_token(token) == "a-long-random-word"
+        said = capsys.readouterr().err
+        assert said == f"warning: others on this machine may read {token}: chmod 600 {token}\n" * warned, mode
+
+
+def test_no_other_page_may_hold_the_page_in_a_frame(server):
+    headers = httpx.get(f"{server.url}/").headers
+    assert "frame-ancestors 'none'" in headers["content-security-policy"].split("; ")
+    assert headers["x-frame-options"] == "DENY"
 
 
 def test_without_its_packages_it_says_what_to_install(trained_run, monkeypatch):

@@ -114,6 +114,7 @@ def byte_level_merges(spec: dict[str, Any]) -> list[tuple[bytes, bytes]] | None:
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and not model.get("byte_fallback")
+        and not model.get("ignore_merges")  # a word that is a token stays whole, however it is merged
         and spec.get("normalizer") is None
         and is_gpt2_split(_stages(spec.get("pre_tokenizer")))
         and not _visible_added(spec)

@@ -58,7 +58,7 @@ def _what_decides(spec: dict[str, Any]) -> Any:
     merges = byte_level_merges(spec)
     if merges is not None:  # whoever wrote it
         ids = model["vocab"] | {token["content"]: token["id"] for token in added}
-        return [ids, [[left.hex(), right.hex()] for left, right in merges], bool(model.get("ignore_merges"))]
+        return [ids, [[left.hex(), right.hex()] for left, right in merges]]
     rule = {name: part for name, part in spec.items() if name not in _NO_MATTER and part is not None}
     # The text of a special token is only text here, so the rules by which it would be found do not matter.
     rule["added_tokens"] = [[t["id"], t["content"]] if t.get("special") else t for t in added]
