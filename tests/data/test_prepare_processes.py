@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -272,3 +273,39 @@ def test_a_dead_worker_that_the_engine_does_not_notice_is_told_too(tmp_path, mon
     assert list(engine._results(reader, tmp_path)) == [{"index": 1}]
     os.close(reader)
     os.close(writer)
+
+
+def test_a_worker_that_takes_its_lock_late_and_is_then_silent_is_not_dead(tmp_path, monkeypatch):
+    """The lock was free for a moment; then a range takes longer than a dead worker would be waited for."""
+    monkeypatch.setattr(engine, "_DEATH_S", 0.3)
+    monkeypatch.setattr(engine, "_POLL_S", 0.05)
+    reader, writer = os.pipe()
+    with (tmp_path / "worker-1").open("w") as file:
+        found = engine._results(reader, tmp_path)
+        assert next(found) == {"partial_bytes": 0}
+        assert next(found) == {"partial_bytes": 0}  # by now it was seen without its lock
+        fcntl.flock(file, fcntl.LOCK_EX)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            assert next(found) == {"partial_bytes": 0}
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_worker_is_seen_only_with_its_lock(tmp_path, monkeypatch):
+    seen = []
+    honest = fcntl.flock
+
+    def lock(file, how):
+        seen.append(list(tmp_path.glob("worker-*")))
+        honest(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    monkeypatch.setattr(engine, "_name_shared_memory", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(engine, "WorkSpec", lambda **fields: type("Spec", (), fields))
+    job = engine._Job(json.dumps({"folder": str(tmp_path)}), os.getppid())
+    assert seen == [[]]
+    assert engine._any_worker(tmp_path, alive=True)
+    job._alive.close()

@@ -123,7 +123,7 @@ def test_an_odd_bpe_still_gets_the_references_ids():
 
 @pytest.mark.parametrize("tokens", [("ab", "abc", "bcd"), ("bcd",)], ids=["merges", "bytes"])
 def test_words_that_stay_whole_have_the_references_ids_in_texts_of_any_length(tokens):
-    """`bcd` is a token that no merge makes: with `ignore_merges` the word is it, without it is three bytes."""
+    """`bcd` is a token that no merge makes: with `ignore_merges` the word is it, else three bytes."""
     vocab = BYTE_OF | {token: 256 + n for n, token in enumerate(tokens)}
     merges = [("a", "b"), ("ab", "c")] if "ab" in tokens else []
     spec = json.loads(byte_level(vocab, merges).to_str())

@@ -293,7 +293,7 @@ def _iteration(path: Path, wanted: int) -> Path:
         latest = (path / _TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / _TRACKER} cannot be read: {error}") from error
-    if wanted or latest.isdigit():
+    if wanted or re.fullmatch("[0-9]{1,15}", latest):
         return path / f"iter_{wanted or int(latest):07d}"
     if latest == "release":
         return path / "release"

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from shoal.data.indexed import IndexedReader
+from shoal.data.tokenizer import MAX_VOCAB
 from shoal.errors import DataError, InputError
 from shoal.runtime.files import digest_of, hash_file, read_json
 
@@ -86,6 +87,8 @@ def open_dataset(path: Path) -> Dataset:
         splits = {name: _open_split(path, name, manifest) for name in SPLITS if name in manifest["splits"]}
         tokenizer = _tokenizer_path(path, manifest["tokenizer"]["file"])
         vocab_size, eod_id = int(manifest["vocab_size"]), int(manifest["eod_id"])
+        if not 0 < vocab_size <= MAX_VOCAB:
+            raise ValueError("vocab_size")
         digest = fingerprint(manifest)
         digests = {
             path / f"{name}.{kind}": str(manifest["splits"][name][f"{kind}_xxh3"])
@@ -94,7 +97,7 @@ def open_dataset(path: Path) -> Dataset:
         }
         if tokenizer is not None:
             check_digest(tokenizer, manifest["tokenizer"]["xxh3"])  # small, and gives all ids their meaning
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
     return Dataset(path, digest, vocab_size, eod_id, tokenizer, manifest, splits, digests)
 

@@ -107,7 +107,7 @@ def open_examples(path: Path) -> ExampleSet:
         )
         if manifest["dtype"] not in INPUT_DTYPES or found.num_classes < 1 or not found.std > 0:
             raise ValueError("dtype, num_classes or std")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
     return found
 
@@ -123,7 +123,7 @@ def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> Pair:
         file = path / f"{name}.{kind}.npy"
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # numpy parses the header as Python does, with errors of all kinds
             raise DataError(f"{file} cannot be read: {error}", hint=_REMAKE) from error
         if (array.dtype.name, array.shape) != (dtype, shape):
             raise DataError(

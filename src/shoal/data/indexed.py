@@ -214,6 +214,8 @@ class IndexedReader:
     def document(self, number: int) -> np.ndarray:
         """Return the ids of one document."""
         first, last = int(self.document_marks[number]), int(self.document_marks[number + 1])
+        if not 0 <= first < last <= len(self.lengths):
+            raise DataError(f"{self.idx_path} has no document {number} where it says so: damaged")
         start = int(self.offsets[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[first:last].sum())]
 

@@ -251,13 +251,13 @@ def read_tokenizer(path: Path) -> bytes:
             f"folder {path} holds no tokenizer",
             hint=f"it needs {JSON_NAME}, {MODEL_NAME}, or vocab.json and merges.txt",
         )
-    try:
-        vocab = json.loads(read_tokenizer_file(path / "vocab.json"))
-        lines = read_tokenizer_file(path / "merges.txt").decode().splitlines()
+    contents = [read_tokenizer_file(path / name) for name in ("vocab.json", "merges.txt")]
+    with _said(f"vocab.json and merges.txt in {path} do not fit together"):
+        vocab = json.loads(contents[0])
+        _checked_size(max(vocab.values(), default=-1) + 1, str(path))  # the library walks through all ids
+        lines = contents[1].decode().splitlines()
         pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
         return byte_level_json(vocab, [(left, right) for left, right in pairs], EOD_NAMES[0]).encode()
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"vocab.json and merges.txt in {path} do not fit together: {error}") from error
 
 
 def read_tokenizer_file(path: Path) -> bytes:

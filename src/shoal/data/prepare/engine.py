@@ -144,7 +144,9 @@ def _results(reader: int, folder: Path) -> Iterator[dict[str, Any]]:
             if time.monotonic() > deadline:
                 raise _worker_died()
             yield {"partial_bytes": sum(map(_partial_bytes, folder.glob(_ALIVE.format("*"))))}
-            if deadline == math.inf and _any_worker(folder, alive=False):
+            if not _any_worker(folder, alive=False):
+                deadline = math.inf
+            elif deadline == math.inf:
                 deadline = time.monotonic() + _DEATH_S
             continue
         data = os.read(reader, 1 << 16)
@@ -191,8 +193,11 @@ class _Job:
         self._spec = WorkSpec(**json.loads(spec))
         self._driver = driver
         self._worker: RangeWorker | None = None
-        self._alive = (Path(self._spec.folder) / _ALIVE.format(os.getpid())).open("w")
+        path = Path(self._spec.folder) / _ALIVE.format(os.getpid())
+        hidden = path.with_name(f".{path.name}")  # a worker that is seen without its lock counts as dead
+        self._alive = hidden.open("w")
         fcntl.flock(self._alive, fcntl.LOCK_EX)
+        hidden.rename(path)
         self._check(0)
 
     def __call__(self, packed: str) -> str:

@@ -7,7 +7,6 @@ import csv
 import gzip
 import io
 import json
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,12 @@ _BLOCK = 1 << 18
 _CONTEXT = 8  # bytes around a cut that a rule may look at
 _PIECE = 4 << 20  # of a document that spans more than one row
 _MAX_LINE = 32 << 20  # bytes of a JSON line; what is longer becomes a refusal
+_MAX_FIELD = 16 << 20  # characters of a CSV field; its reader takes four bytes for each
 _ENDLESS = 256 << 20  # bytes of a line at which a file is given up
+_MAX_BLANK = 1 << 20  # lines without text, one after the other
+_MAX_PACKED = 256  # how many times its size in a file a Parquet column may take; text takes 3 to 20
+_MAX_REPEATED = 16  # how many times the size of the whole column its texts may have, written out
+_SMALL = 32 << 20  # characters that it may take in any case
 _NAME_THE_KEY = "name the key or column that holds the text with --text-key"
 _NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
@@ -229,10 +233,16 @@ def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[R
 
 def _json_rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[Row]:
     """Read the JSON lines that start inside the segment."""
-    number = 0
+    last = 0  # line with something in it
     for number, (offset, line) in enumerate(_lines(segment, source, notes), start=1):
         notes.lines[place] = number
+        if number - last > _MAX_BLANK:
+            raise DataError(
+                f"{source.path} has more than {_MAX_BLANK:,} blank lines one after the other",
+                hint="leave the file out, or remove them",
+            )
         if line.strip():
+            last = number
             text, reason = _json_text(line, offset, form.text_key)
             yield Row(offset, number, text, reason)
 
@@ -301,11 +311,11 @@ def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | No
 
 def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[Row]:
     """Read a CSV or TSV file with a header row, record by record."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(_MAX_FIELD)  # an open quote may make one field of the rest of a file
     delim = form.delim or ("\t" if source.path.lower().endswith(".tsv") else ",")
     with notes.watch(source.path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text, delimiter=delim)
+        reader = csv.reader(_short_lines(text, source), delimiter=delim)
         column = csv_column(next(reader, []), source, form.text_key)
         record = 0
         while True:
@@ -325,6 +335,15 @@ def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[Row]:
                 )
                 continue
             yield Row(record, line, *_check_text(fields[column], form.text_key))
+
+
+def _short_lines(text: io.TextIOWrapper, source: SourceFile) -> Iterator[str]:
+    while line := text.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise DataError(
+                f"{source.path} has a line of more than {_MAX_LINE >> 20} MiB", hint="leave the file out"
+            )
+        yield line
 
 
 def csv_column(header: list[str], source: SourceFile, key: str) -> int:
@@ -351,12 +370,38 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
             )
         first = sum(file.metadata.row_group(group).num_rows for group in range(segment.start))
         groups = list(range(segment.start, segment.end))
+        allowed = _refuse_packed(file.metadata, groups, source, form.text_key)
+        # A value that is held once for many rows shall come once for them.
+        file = pq.ParquetFile(source.path, metadata=file.metadata, read_dictionary=[form.text_key])
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[form.text_key]):
             for number, value in enumerate(_strings(batch.column(0)), start=first):
+                allowed -= len(value or "")
+                if allowed < 0:
+                    raise DataError(
+                        f"{source.path}: column {form.text_key!r} repeats a text beyond all measure",
+                        hint="leave the file out",
+                    )
                 yield Row(number, 0, *_check_text(value, form.text_key))
             first += batch.num_rows
     except pa.ArrowException as error:
         raise DataError(f"{source.path} is damaged: {error}", hint="leave it out or copy it again") from error
+
+
+def _refuse_packed(metadata: Any, groups: list[int], source: SourceFile, key: str) -> int:
+    """Return how many characters the text column may give; DataError where a page would fill the memory."""
+    whole = 0
+    for group in map(metadata.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema != key:
+                continue
+            size, packed = column.total_uncompressed_size, column.total_compressed_size
+            whole += size
+            if size > max(_SMALL, _MAX_PACKED * packed):
+                raise DataError(
+                    f"{source.path}: {packed:,} bytes of column {key!r} become {size:,}: refused",
+                    hint="leave the file out, or write it again in smaller row groups",
+                )
+    return max(_SMALL, _MAX_REPEATED * whole)
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -374,8 +419,13 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _strings(column: pa.Array) -> Iterator[str | None]:
     """Yield a text column's values; bytes that are not UTF-8 come as lone surrogates, refused later."""
-    for value in column.cast(pa.large_binary()):
-        raw = value.as_py()
+    if not pa.types.is_dictionary(column.type):
+        places, values = range(len(column)), column
+    else:
+        places, values = column.indices.to_pylist(), column.dictionary
+    values = values.cast(pa.large_binary())
+    for place in places:
+        raw = None if place is None else values[place].as_py()
         yield None if raw is None else raw.decode(errors="surrogateescape")
 
 
