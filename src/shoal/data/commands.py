@@ -84,11 +84,7 @@ def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None
     facts = _facts(opened)
     if doc is not None:
         facts["document"] = _document(opened, split, doc, _SHOWN_TOKENS)
-    elif (
-        isinstance(opened, Dataset)
-        and opened.tokenizer_path
-        and facts["splits"].get(split, {}).get("documents")
-    ):
+    elif facts.get("tokenizer") and facts["splits"].get(split, {}).get("documents"):
         facts["document"] = _document(opened, split, 0, _SAMPLE_TOKENS)
     table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True)
