@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from shoal.data.dataset import open_dataset
 from shoal.data.verify import CACHE, Verifier
 from shoal.errors import DataError, UnreadableError
 from shoal.runtime.files import hash_file
+from shoal.train import loop
 from tests.tiny_dataset import random_dataset
 
 
@@ -40,7 +43,9 @@ def verified(data, run_dir, mode="once"):
 
 
 def begin_and_wait(one, step=0):
-    one.begin(step)  # raises what was found by then: the reading may end before this looks
+    one.begin(step)
+    while one.blocks_training():
+        pass
     one.wait()
 
 
@@ -65,7 +70,7 @@ def test_full_reads_all_before_the_first_step_at_every_start(data, tmp_path):
     assert verified(data, tmp_path / "run").startswith("once: 6")
     flip(data / "validation.bin")
     with pytest.raises(DataError, match=r"validation.bin changed"):
-        verifier(data, tmp_path / "run", "full").begin(0)
+        verified(data, tmp_path / "run", "full")
     flip(data / "validation.bin")
     for _ in range(2):
         assert verified(data, tmp_path / "run", "full").startswith("full: 6 file(s)")
@@ -98,8 +103,6 @@ def test_a_garbled_cache_is_no_cache(data, tmp_path, content):
 
 
 def test_a_checkpoint_waits_for_the_reading_but_not_for_ever(data, tmp_path, monkeypatch, caplog):
-    import threading
-
     go_on = threading.Event()
     monkeypatch.setattr(verify, "check_digest", lambda path, digest: go_on.wait(60))
     one = verifier(data, tmp_path / "run", timeout_s=0.1)
@@ -155,3 +158,32 @@ def test_any_other_error_of_the_thread_is_raised_in_the_loop(data, tmp_path, mon
     monkeypatch.setattr(verify, "check_digest", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         verified(data, tmp_path / "run")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_all_ranks_look_at_a_stop_while_one_reads_before_the_first_step(data, tmp_path, monkeypatch, stopped):
+    go_on, looked = threading.Event(), []
+    monkeypatch.setattr(verify, "_ROUND_S", 0.01)
+    monkeypatch.setattr(verify, "check_digest", lambda path, digest: go_on.wait(60))
+
+    def requested():
+        looked.append(1)
+        if len(looked) == 3 and not stopped:
+            go_on.set()
+        return len(looked) == 3 and stopped
+
+    def any_rank(flag):
+        asked.append(flag)
+        return flag or len(asked) < 5  # another rank reads longer
+
+    asked = []
+    job = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(verify="full")),
+        process=SimpleNamespace(any=any_rank),
+        verifier=verifier(data, tmp_path / "run", "full"),
+        stop=SimpleNamespace(requested=requested),
+    )
+    assert loop._verify(job, 0) == (not stopped)
+    assert len(looked) >= 3
+    assert stopped or (len(asked) >= 5 and asked[0] and not asked[-1])
+    go_on.set()

@@ -18,6 +18,7 @@ from shoal.runtime.files import read_json, reading, write_json
 from shoal.runtime.log import log
 
 CACHE = ".verified.json"
+_ROUND_S = 1.0  # of waiting, after which ranks look at a stop and at each other
 _TIMEOUT_S = 30.0  # in all, that checkpoints wait for the reading
 
 
@@ -43,13 +44,18 @@ class Verifier:
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
 
     def begin(self, step: int) -> None:
-        """Start reading before the steps after `step`; with data.verify = full, end it, too."""
+        """Start reading before the steps after `step`."""
         self._step = step
         if self._files:
             self._thread.start()
-        if self._full and self._files:
-            self._thread.join()
+
+    def blocks_training(self) -> bool:
+        """Wait for a second with data.verify = full; return whether files are still to be read."""
+        if self._full and self._thread.is_alive():
+            self._thread.join(_ROUND_S)
+        reading_on = self._full and self._thread.is_alive()  # looked at first: what ended it is known then
         self.poll()
+        return reading_on
 
     def poll(self) -> None:
         """Raise what ended the reading early, if anything: a DataError where a file is damaged."""
