@@ -477,11 +477,13 @@ def test_another_tokenizer_is_refused_by_name_and_allowed_by_name(data, tmp_path
 
 
 def test_a_resume_says_where_a_changed_learning_rate_ends(data, tmp_path):
-    asked = ("--train.steps", "2", "--optimizer.lr", "0.002")
-    status, said = shoal(data, tmp_path / "run", *asked, "--stop-after", "1", "--schedule.min_lr", "0.0")
-    assert status == 75, said
-    status, said = shoal(data, tmp_path / "run", *asked)
-    assert status == 0, said
+    asked = arguments_of(data, tmp_path / "run", "--train.steps", "2", "--optimizer.lr", "0.002")
+    (tmp_path / "own.toml").write_text("")  # a preset says where it ends
+    asked[1] = str(tmp_path / "own.toml")
+    assert commands.run(*asked, "--stop-after", "1", "--schedule.min_lr", "0.0").returncode == 75
+    done = commands.run(*asked)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
     assert "schedule.min_lr = None (was 0.0): the learning rate ends at 0.0002" in said
 
 
