@@ -15,7 +15,11 @@ from shoal.cli import app
 from shoal.config.sections import Config
 
 COMMANDS = sorted(name for name in app if not name.startswith("-"))
-GROUPS = {"bench": ("collectives",), "checkpoint": ("gather", "ls", "verify", "rm")}
+GROUPS = {
+    "bench": ("collectives",),
+    "checkpoint": ("gather", "ls", "verify", "rm"),
+    "dataset": ("ls", "verify", "show"),
+}
 LEAVES = [
     (name, *sub) for name in COMMANDS for sub in ([(s,) for s in GROUPS[name]] if name in GROUPS else [()])
 ]

@@ -287,7 +287,7 @@ def show_dataset(
     split: Literal["train", "validation", "test"] = "train",
     json: Path | None = None,
 ) -> int:
-    """Print a dataset's splits, vocabulary, tokenizer and options; with --doc a document and its source.
+    """Print a dataset's splits, vocabulary, tokenizer and options, and a document's text and source.
 
     Example: shoal dataset show datasets/mine --doc 0
 
@@ -296,7 +296,7 @@ def show_dataset(
     path
         The dataset's folder.
     doc
-        Number of a document of the split, from 0: its text, and the file that it came from.
+        Number of a document of the split, from 0 (default: the beginning of the first one).
     split
         Which split the document is of.
     json

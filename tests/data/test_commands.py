@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from shoal.cli import app
 from shoal.data.dataset import open_dataset
-from shoal.errors import DataError, InputError
+from shoal.errors import DataError, InputError, UnreadableError
+from tests.checkpoint.damage import permissions_count
 
 
 def shoal(*words):
@@ -86,6 +89,51 @@ def test_show_prints_facts_and_lineage(corpus, capsys):
     said = capsys.readouterr().out
     for text in ("uint16", "tokenizer digest", "end of document", "split 8,1,1", "seed 1234", "rejected 0"):
         assert text in said
+
+
+def test_show_begins_the_first_document_where_none_is_asked_for(prepare, tmp_path, capsys):
+    (tmp_path / "long.txt").write_text("once upon a time " * 50)
+    made = prepare(tmp_path / "long.txt", output=tmp_path / "long", split="1,0,0")[0]
+    assert shoal("dataset", "show", made.path) == 0
+    said = capsys.readouterr().out
+    assert "train document 0, 851 tokens, from" in said.replace("\n", " ")
+    assert "once upon a time once upon" in said
+    assert "... and 791 tokens more" in said
+    assert shoal("dataset", "show", made.path, "--split", "validation") == 0  # without documents
+
+
+def test_a_strangers_text_cannot_command_the_terminal(prepare, tmp_path, capsys):
+    text = "a\x1b]0;title\x07b\x9b31mc\r\x7fd\te\nf \u200dg"
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": text}))
+    made = prepare(tmp_path / "bad.jsonl", output=tmp_path / "bad", split="1,0,0")[0]
+    for asked in ((), ("--doc", "0")):
+        assert shoal("dataset", "show", made.path, *asked) == 0
+        said = capsys.readouterr().out
+        assert "a\ufffd]0;title\ufffdb\ufffd31mc\ufffd\ufffdd\te\nf \u200dg" in said
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "tokenizer.json", "manifest.json", "."])
+def test_a_dataset_that_cannot_be_read_is_named_beside_the_others(corpus, name, tmp_path, capsys):
+    shutil.copytree(corpus.path, tmp_path / "sets/other")
+    locked = corpus.path / name
+    mode = locked.stat().st_mode
+    locked.chmod(0)
+    try:
+        with permissions_count():
+            assert shoal("dataset", "ls", tmp_path / "sets", "--json", tmp_path / "ls.json") == 0
+            assert shoal("dataset", "verify", tmp_path / "sets") == 1
+            for command in ("verify", "ls"):  # of one alone
+                with suppress(UnreadableError):
+                    shoal("dataset", command, corpus.path)
+            with pytest.raises(UnreadableError, match=r"cannot be read: Permission denied \(EACCES\)"):
+                open_dataset(corpus.path)
+    finally:
+        locked.chmod(mode)
+    mine, other = json.loads((tmp_path / "ls.json").read_text())["datasets"]
+    assert (mine["path"], other["problem"]) == (str(corpus.path), "")
+    assert "cannot be read: Permission denied" in mine["problem"]
+    assert f"{tmp_path}/sets/other: good" in capsys.readouterr().out
+    assert shoal("dataset", "verify", tmp_path / "sets") == 0
 
 
 def test_a_document_whose_source_was_not_recorded_is_shown_all_the_same(corpus, tmp_path):

@@ -98,7 +98,7 @@ def test_an_id_outside_the_vocabulary_is_a_sentence_where_it_is_read(made, stran
 def test_a_negative_id_is_one_outside_the_vocabulary():
     tokens = np.array([1, -2, 3], np.int32)
     with pytest.raises(DataError, match=r"x.bin holds id -2 at position 11"):
-        TokenSplit("train", tokens, 1, Path("x.bin"), 9).refuse_strange(tokens, 10)
+        TokenSplit("train", tokens, 1, Path("x.bin"), 9).check_ids(tokens, 10)
 
 
 def test_another_dtype_is_refused(made):

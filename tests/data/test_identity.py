@@ -92,11 +92,29 @@ def test_any_other_file_counts_byte_by_byte(content):
     assert tokenizer_digest(content) != tokenizer_digest(content + b" ")
 
 
-def test_where_one_has_none_nothing_is_compared(tmp_path):
+def test_offsets_and_the_order_of_added_tokens_decide_no_id():
+    spec = trained()
+    parts = [{"type": "Split", "pattern": {"String": " "}}, {"type": "ByteLevel", "use_regex": False}]
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    other = json.loads(json.dumps(spec))
+    other["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] = True
+    other["added_tokens"].reverse()
+    assert digest(other) == digest(spec)
+    other["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = True
+    assert digest(other) != digest(spec)
+
+
+def test_where_one_has_none_nothing_is_compared(tmp_path, caplog):
     (tmp_path / "tokenizer.json").write_text(bytes_tokenizer_json())
     (tmp_path / "none").mkdir()
     refuse_other_tokenizer(tmp_path, tmp_path / "none", allow=False)
+    assert f"{tmp_path / 'none'} has no tokenizer to compare with {tmp_path}" in caplog.text
     refuse_other_tokenizer(None, tmp_path, allow=False)
+    assert "the other dataset has no tokenizer to compare with" in caplog.text
+    caplog.clear()
+    refuse_other_tokenizer(None, tmp_path / "none", allow=False)
+    refuse_other_tokenizer(tmp_path, tmp_path, allow=False)
+    assert not caplog.text
     (tmp_path / "none/tokenizer.model").write_bytes(b"of another kind")
     with pytest.raises(DataError, match=r"none is another tokenizer than .*digests are \w{32} and \w{32}"):
         refuse_other_tokenizer(tmp_path, tmp_path / "none", allow=False)

@@ -476,14 +476,26 @@ def test_another_tokenizer_is_refused_by_name_and_allowed_by_name(data, tmp_path
     assert "other/tokenizer.json is another tokenizer than" in done.stdout + done.stderr
 
 
-def test_damaged_data_ends_all_ranks_with_its_name(tmp_path):
+def test_a_resume_says_where_a_changed_learning_rate_ends(data, tmp_path):
+    asked = arguments_of(data, tmp_path / "run", "--train.steps", "2", "--optimizer.lr", "0.002")
+    (tmp_path / "own.toml").write_text("")  # a preset says where it ends
+    asked[1] = str(tmp_path / "own.toml")
+    assert commands.run(*asked, "--stop-after", "1", "--schedule.min_lr", "0.0").returncode == 75
+    done = commands.run(*asked)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "schedule.min_lr = None (was 0.0): the learning rate ends at 0.0002" in said
+
+
+@pytest.mark.parametrize("mode", ["once", "full"])
+def test_damaged_data_ends_all_ranks_with_its_name(tmp_path, mode):
     data = random_dataset(tmp_path / "data")
     content = bytearray((data / "validation.bin").read_bytes())
     content[1000] ^= 1  # in a split that is read late
     (data / "validation.bin").write_bytes(content)
-    status, said = shoal(data, tmp_path / "run", "--train.steps", "3", "--nproc", "2")
+    status, said = shoal(data, tmp_path / "run", "--train.steps", "3", "--nproc", "2", "--data.verify", mode)
     assert status == 2, said
     assert "validation.bin changed since it was prepared" in said
-    assert "once: 6 file(s)" in said
+    assert f"{mode}: 6 file(s)" in said
     status, said = shoal(data, tmp_path / "off", "--train.steps", "3", "--data.verify", "off")
     assert status == 0, said

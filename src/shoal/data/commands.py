@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from shoal.data.indexed import IndexedReader
 from shoal.data.prepare.splits import SplitPlan
 from shoal.data.tokenizer import load_tokenizer, read_tokenizer
 from shoal.errors import EXIT_DONE, EXIT_FAILED, DataError, InputError, ShoalError
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import read_json, reading, write_json
 
 Facts = dict[str, Any]
 _SHOWN_TOKENS = 2000  # of a document
+_SAMPLE_TOKENS = 60  # of the one that is shown where none is asked for
 _AT_ONCE = 1 << 20  # documents
 
 
@@ -77,11 +79,13 @@ def verify_datasets(path: Path, json_file: Path | None = None) -> int:
 
 
 def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None = None) -> int:
-    """Print a dataset's facts and lineage, and a document with its source."""
+    """Print a dataset's facts and lineage, and a document with its source, or the beginning of the first."""
     opened = _open(path)
     facts = _facts(opened)
     if doc is not None:
-        facts["document"] = _document(opened, split, doc)
+        facts["document"] = _document(opened, split, doc, _SHOWN_TOKENS)
+    elif facts.get("tokenizer") and facts["splits"].get(split, {}).get("documents"):
+        facts["document"] = _document(opened, split, 0, _SAMPLE_TOKENS)
     table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -95,10 +99,10 @@ def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None
             table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
     console = Console(markup=False, highlight=False)
     console.print(table)
-    if doc is not None:
-        shown = facts["document"]
-        console.print(f"{split} document {doc}, {shown['tokens']:,} tokens, from {shown['from']}:")
-        print(shown["text"])
+    if shown := facts.get("document"):
+        number, tokens, source = shown["number"], shown["tokens"], _printable(shown["from"])
+        console.print(f"{split} document {number}, {tokens:,} tokens, from {source}:")
+        print(_printable(shown["text"]))
     if json_file is not None:
         write_json(json_file, facts)
     return EXIT_DONE
@@ -106,9 +110,10 @@ def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None
 
 def _find(path: Path) -> list[Path]:
     """Return a dataset, or those in a folder."""
-    if not path.is_dir():
-        raise InputError(f"{path} is not a folder", hint="give a dataset, or a folder of datasets")
-    folders = [path] if (path / MANIFEST).exists() else sorted(p.parent for p in path.glob(f"*/{MANIFEST}"))
+    with reading(path):
+        if not path.is_dir():
+            raise InputError(f"{path} is not a folder", hint="give a dataset, or a folder of datasets")
+        folders = [path] if (path / MANIFEST).exists() else sorted(filter(_may_be_one, path.iterdir()))
     if not folders:
         raise InputError(
             f"{path} holds no dataset", hint=f"make one: shoal prepare TEXT --output {path / 'mine'}"
@@ -116,9 +121,19 @@ def _find(path: Path) -> list[Path]:
     return folders
 
 
+def _may_be_one(folder: Path) -> bool:
+    """Return whether a folder has a manifest, or cannot be looked into: opening it says why."""
+    try:
+        return (folder / MANIFEST).exists()
+    except OSError:
+        return True
+
+
 def _open(path: Path) -> Dataset | ExampleSet:
     """Open a dataset of tokens or of labelled examples."""
-    manifest = read_json(path / MANIFEST, "dataset manifest") if (path / MANIFEST).is_file() else None
+    with reading(path):
+        is_there = (path / MANIFEST).is_file()
+    manifest = read_json(path / MANIFEST, "dataset manifest") if is_there else None
     if isinstance(manifest, dict) and manifest.get("format") == EXAMPLES_FORMAT:
         return open_examples(path)
     return open_dataset(path)
@@ -157,8 +172,13 @@ def _facts(opened: Dataset | ExampleSet) -> Facts:
     return facts
 
 
-def _document(opened: Dataset | ExampleSet, split: str, number: int) -> Facts:
-    """Return a document's text and source."""
+def _printable(text: str) -> str:
+    """Replace the control characters of a stranger's text but newline and tab: a terminal would obey them."""
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def _document(opened: Dataset | ExampleSet, split: str, number: int, most: int) -> Facts:
+    """Return the source of a document, and its text up to `most` tokens."""
     if not isinstance(opened, Dataset) or opened.tokenizer_path is None:
         raise InputError(f"{opened.path} holds no text", hint="leave --doc out")
     found = opened.split(split)
@@ -168,8 +188,8 @@ def _document(opened: Dataset | ExampleSet, split: str, number: int) -> Facts:
             f"--doc {number}: split {split} of {opened.path} has {held:,} documents", hint="counted from 0"
         )
     tokens = IndexedReader(opened.path / split).document(number)
-    text = load_tokenizer(opened.tokenizer_path).decode(tokens[:_SHOWN_TOKENS].tolist())
-    more = len(tokens) - _SHOWN_TOKENS
+    text = load_tokenizer(opened.tokenizer_path).decode(tokens[:most].tolist())
+    more = len(tokens) - most
     text += f" ... and {more:,} tokens more" if more > 0 else ""
     return {"split": split, "number": number, "tokens": len(tokens), "from": _origin(opened, split, number),
             "text": text}  # fmt: skip

@@ -12,7 +12,7 @@ import xxhash
 from shoal.data.indexed import IndexedReader
 from shoal.data.tokenizer import MAX_VOCAB
 from shoal.errors import DataError, InputError
-from shoal.runtime.files import digest_of, hash_file, read_json
+from shoal.runtime.files import digest_of, hash_file, read_error, read_json, reading
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal-dataset"
@@ -38,7 +38,7 @@ class TokenSplit:
         """Return the number of tokens, end-of-document tokens included."""
         return len(self.tokens)
 
-    def refuse_strange(self, ids: np.ndarray, first: int) -> None:
+    def check_ids(self, ids: np.ndarray, first: int) -> None:
         """Raise a DataError where `ids`, which begin at token `first`, are not all in the vocabulary."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
@@ -109,17 +109,19 @@ def verify_dataset(path: Path) -> Dataset:
         check_digest(file, digest)
     for name, split in dataset.splits.items():
         IndexedReader(dataset.path / name).check()
-        split.refuse_strange(split.tokens, 0)
+        split.check_ids(split.tokens, 0)
     return dataset
 
 
 def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
     """Read the manifest of a dataset folder and check that it is of a format that we write."""
-    if not path.is_dir():
+    with reading(path):
+        is_dir, is_finished = path.is_dir(), (path / MANIFEST).is_file()
+    if not is_dir:
         raise DataError(
             f"there is no dataset folder {path}", hint=f"make one: shoal prepare TEXT --output {path}"
         )
-    if not (path / MANIFEST).is_file():
+    if not is_finished:
         raise DataError(
             f"{path} is not a finished dataset: it has no {MANIFEST}",
             hint="run the `shoal prepare` command that writes it again; it continues where it stopped",
@@ -127,6 +129,8 @@ def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
     try:
         manifest = read_json(path / MANIFEST, "dataset manifest")
     except InputError as error:
+        if isinstance(error.__cause__, OSError):
+            raise read_error(error.__cause__, path / MANIFEST) from error
         raise DataError(error.message, hint=_REMAKE) from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != format and (held := _CONTENTS.get(str(found))):
@@ -183,10 +187,8 @@ def _tokenizer_path(path: Path, file: str | None) -> Path | None:
 
 def check_digest(path: Path, expected: str) -> None:
     """Read a file and raise a DataError where its digest is not the one in the manifest."""
-    try:
+    with reading(path):
         found = hash_file(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if found != expected:
         raise DataError(
             f"{path} changed since it was prepared: hash {found}, expected {expected}", hint=_REMAKE

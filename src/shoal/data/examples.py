@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shoal.data.dataset import EXAMPLES_FORMAT, SPLITS, read_manifest
 from shoal.data.loader import starts
 from shoal.errors import DataError
+from shoal.runtime.files import read_error
 
 FORMAT_VERSION = 1
 INPUT_DTYPES = ("uint8", "float32")
@@ -123,6 +124,8 @@ def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> Pair:
         file = path / f"{name}.{kind}.npy"
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except PermissionError as error:
+            raise read_error(error, file) from error
         except Exception as error:  # numpy parses the header as Python does, with errors of all kinds
             raise DataError(f"{file} cannot be read: {error}", hint=_REMAKE) from error
         if (array.dtype.name, array.shape) != (dtype, shape):

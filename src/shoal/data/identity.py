@@ -30,9 +30,15 @@ def tokenizer_digest(content: bytes) -> str:
 def refuse_other_tokenizer(first: Path | None, second: Path | None, *, allow: bool) -> None:
     """Raise a DataError where two tokenizers give other ids; with `allow`, warn.
 
-    Each is the tokenizer's file or the folder that holds it; where one has none, nothing is compared.
+    Each is the tokenizer's file or the folder that holds it; where one alone has none, warn.
     """
-    contents = [read_tokenizer(path) for path in (first, second) if path is not None and _holds(path)]
+    held = [path for path in (first, second) if path is not None and _holds(path)]
+    contents = [read_tokenizer(path) for path in held]
+    if len(held) == 1:
+        other = (second if held[0] == first else first) or "the other dataset"
+        log.warning(
+            f"warning: {other} has no tokenizer to compare with {held[0]}: the same ids may mean other text"
+        )
     if len(contents) < 2 or contents[0] == contents[1]:
         return
     ours, theirs = map(tokenizer_digest, contents)
@@ -60,13 +66,24 @@ def _what_decides(spec: dict[str, Any]) -> Any:
         ids = model["vocab"] | {token["content"]: token["id"] for token in added}
         return [ids, [[left.hex(), right.hex()] for left, right in merges]]
     rule = {name: part for name, part in spec.items() if name not in _NO_MATTER and part is not None}
+    rule["pre_tokenizer"] = _without_offsets(spec.get("pre_tokenizer"))
     # The text of a special token is only text here, so the rules by which it would be found do not matter.
+    added = sorted(added, key=lambda token: token["id"])
     rule["added_tokens"] = [[t["id"], t["content"]] if t.get("special") else t for t in added]
     rule["model"] = {name: part for name, part in model.items() if name != "dropout" and not _unset(part)}
     if "merges" in model:
         pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
         rule["model"]["merges"] = list(pairs)
     return rule
+
+
+def _without_offsets(part: Any) -> Any:
+    """Return a pre-tokenizer without what decides offsets alone."""
+    if isinstance(part, list):
+        return [_without_offsets(one) for one in part]
+    if isinstance(part, dict):
+        return {name: _without_offsets(one) for name, one in part.items() if name != "trim_offsets"}
+    return part
 
 
 def _unset(value: object) -> bool:

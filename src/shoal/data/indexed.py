@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from shoal.errors import DataError
-from shoal.runtime.files import disk_error, fsync
+from shoal.runtime.files import disk_error, fsync, read_error, reading
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -170,15 +170,18 @@ class IndexedReader:
             index_bytes, bin_bytes = self.idx_path.stat().st_size, self.bin_path.stat().st_size
             with self.idx_path.open("rb") as file:
                 raw = file.read(HEADER.size)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise DataError(f"token file {error.filename} cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise read_error(error, self.idx_path) from error
         self.dtype, num_sequences, num_marks = self._read_header(raw)
         expected = HEADER.size + 12 * num_sequences + 8 * num_marks
         if index_bytes != expected:
             raise DataError(
                 f"{self.idx_path} has {index_bytes:,} bytes; its header asks for {expected:,}: damaged"
             )
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+        with reading(self.idx_path):
+            index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = HEADER.size
         self.lengths = index[at : at + 4 * num_sequences].view("<i4")
         at += 4 * num_sequences
@@ -189,9 +192,10 @@ class IndexedReader:
             raise DataError(
                 f"{self.bin_path} has {bin_bytes:,} bytes: not a multiple of {self.dtype.itemsize}"
             )
-        self.tokens: np.ndarray = (
-            np.memmap(self.bin_path, dtype=self.dtype, mode="r") if bin_bytes else np.zeros(0, self.dtype)
-        )
+        self.tokens: np.ndarray = np.zeros(0, self.dtype)
+        if bin_bytes:
+            with reading(self.bin_path):
+                self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def _read_header(self, raw: bytes) -> tuple[np.dtype, int, int]:
         """Return dtype, number of sequences and number of document marks."""

@@ -83,7 +83,7 @@ class Windows:
         for row, (dataset, window) in enumerate(zip(owner, index - self.starts[owner], strict=True)):
             begin = int(window) * self.seq_len
             out[row] = self.splits[dataset].tokens[begin : begin + self.seq_len + 1]
-            self.splits[dataset].refuse_strange(out[row], begin)
+            self.splits[dataset].check_ids(out[row], begin)
         return out
 
     def refuse_empty(self, *, each: bool) -> None:

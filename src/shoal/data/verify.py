@@ -1,6 +1,6 @@
 """Whether a run's data is what was prepared: files compared with their digests beside the first steps.
 
-What was read and found right is remembered by name, inode, size and time of each file: in the dataset's
+What was read and found right is kept in a cache by name, inode, size and time of each file: in the dataset's
 folder, for all runs, or in the run's where that cannot be written.
 """
 
@@ -13,45 +13,52 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.dataset import check_digest
-from shoal.errors import DataError, InputError, ShoalError
-from shoal.runtime.files import read_json, write_json
+from shoal.errors import DataError, ShoalError, UnreadableError
+from shoal.runtime.files import read_json, reading, write_json
 from shoal.runtime.log import log
 
-MEMORY = ".verified.json"
-_PATIENCE_S = 30.0  # in all, that checkpoints wait for the reading
+CACHE = ".verified.json"
+_ROUND_S = 1.0  # of waiting, after which ranks look at a stop and at each other
+_TIMEOUT_S = 30.0  # in all, that checkpoints wait for the reading
 
 
 class Verifier:
     """Compares files with their digests, as data.verify says. One process of each host does it."""
 
-    def __init__(self, digests: Mapping[Path, str], mode: str, run_dir: Path, patience_s: float) -> None:
+    def __init__(self, digests: Mapping[Path, str], mode: str, run_dir: Path, timeout_s: float) -> None:
         """Look which of the files are known to be right; nothing is read yet."""
-        self._run_dir, self._full, self._patience_s = run_dir, mode == "full", min(patience_s, _PATIENCE_S)
+        self._run_dir, self._full, self._timeout_s = run_dir, mode == "full", min(timeout_s, _TIMEOUT_S)
         self._files = {} if mode == "off" else dict(digests)
-        if mode == "once":
-            self._files = {
-                path: digest for path, digest in digests.items() if not self._is_known(path, digest)
-            }
-        self._bytes = sum(path.stat().st_size for path in self._files)
-        what = f"{len(self._files)} file(s), {self._bytes / 1e9:.3g} GB"
+        with reading(run_dir):  # or a file: the error has its name
+            if mode == "once":
+                self._files = {
+                    path: digest for path, digest in digests.items() if not self._is_known(path, digest)
+                }
+            num_bytes = sum(path.stat().st_size for path in self._files)
+        what = f"{len(self._files)} file(s), {num_bytes / 1e9:.3g} GB"
         when = "before step 1" if self._full else "in the background of the first steps"
         self.plan = f"{mode}: {what} are read {when}" if self._files else mode
         if mode == "once" and not self._files:
             self.plan = "once: the same files were read and found right before"
-        self._error: ShoalError | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
 
     def begin(self, step: int) -> None:
-        """Start reading before the steps after `step`; with data.verify = full, end it, too."""
+        """Start reading before the steps after `step`."""
         self._step = step
         if self._files:
             self._thread.start()
-        if self._full and self._files:
-            self._thread.join()
+
+    def blocks_training(self) -> bool:
+        """Wait for a second with data.verify = full; return whether files are still to be read."""
+        if self._full and self._thread.is_alive():
+            self._thread.join(_ROUND_S)
+        reading_on = self._full and self._thread.is_alive()  # looked at first: what ended it is known then
         self.poll()
+        return reading_on
 
     def poll(self) -> None:
-        """Raise the DataError that was found so far, if any."""
+        """Raise what ended the reading early, if anything: a DataError where a file is damaged."""
         if self._error is not None:
             raise self._error
 
@@ -59,50 +66,63 @@ class Verifier:
         """Give the reading time to end before a checkpoint counts; raise what it found."""
         if self._thread.is_alive():
             began = time.monotonic()
-            self._thread.join(self._patience_s)
-            if self._thread.is_alive() and self._patience_s:
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive() and self._timeout_s:
                 log.warning("warning: the data is not verified yet; a checkpoint is written all the same")
-            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
+            self._timeout_s = max(0.0, self._timeout_s - (time.monotonic() - began))
         self.poll()
 
     def _work(self) -> None:
-        began = time.monotonic()
         try:
-            for path, digest in self._files.items():
-                mark = _mark(path)
+            self._verify()
+        except BaseException as error:  # raised in the loop
+            self._error = error
+
+    def _verify(self) -> None:
+        began, num_files, num_bytes = time.monotonic(), 0, 0
+        for path, digest in self._files.items():
+            try:
+                with reading(path):
+                    key, size = _key(path), path.stat().st_size
                 check_digest(path, digest)
-                self._remember(path, mark, digest)
-        except ShoalError as error:
-            since = f"; steps after {self._step}, and checkpoints of them, may have been trained on it"
-            self._error = DataError(error.message + ("" if self._full else since), hint=error.hint)
-            return
-        size, seconds = self._bytes / 1e9, max(time.monotonic() - began, 1e-9)
-        log.info(f"data verified: {len(self._files)} file(s), {size:.3g} GB at {size / seconds:.2g} GB/s")
+            except UnreadableError as error:  # nothing is known of what is in it
+                if self._full:
+                    raise
+                log.warning(f"warning: the data could not be verified: {error.message}")
+                continue
+            except DataError as error:
+                since = f"; steps after {self._step}, and checkpoints of them, may have been trained on it"
+                raise DataError(error.message + ("" if self._full else since), hint=error.hint) from error
+            self._write_cache(path, key, digest)
+            num_files, num_bytes = num_files + 1, num_bytes + size
+        if num_files:
+            gb, seconds = num_bytes / 1e9, max(time.monotonic() - began, 1e-9)
+            log.info(f"data verified: {num_files} file(s), {gb:.3g} GB at {gb / seconds:.2g} GB/s")
 
     def _places(self, path: Path) -> tuple[Path, Path]:
-        return path.parent / MEMORY, self._run_dir / MEMORY
+        return path.parent / CACHE, self._run_dir / CACHE
 
     def _is_known(self, path: Path, digest: str) -> bool:
-        return any(_recall(place).get(_mark(path)) == digest for place in self._places(path))
+        return any(_read_cache(place).get(_key(path)) == digest for place in self._places(path))
 
-    def _remember(self, path: Path, mark: str, digest: str) -> None:
+    def _write_cache(self, path: Path, key: str, digest: str) -> None:
         for place in self._places(path):
             try:
-                write_json(place, {**_recall(place), mark: digest})
+                write_json(place, {**_read_cache(place), key: digest})
                 return
-            except ShoalError:  # not ours to write to, or full; known nowhere, it is read again next time
+            except (ShoalError, OSError):  # not ours to write to, or full: it is read again next time
                 continue
 
 
-def _mark(path: Path) -> str:
+def _key(path: Path) -> str:
     """Return what changes with a file: its name, inode, size and time."""
     facts = path.stat()
     return f"{path.name} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def _recall(place: Path) -> dict[str, Any]:
+def _read_cache(place: Path) -> dict[str, Any]:
     try:
-        known = read_json(place, "memory of verified files") if place.exists() else {}
-    except InputError:  # written by halves, or not by us: nothing is known
+        known = read_json(place, "cache of verified files") if place.exists() else {}
+    except (ShoalError, OSError):  # written by halves, or not by us: nothing is known
         return {}
     return known if isinstance(known, dict) else {}

@@ -127,7 +127,7 @@ def of_split(loaded: TextModel, folder: Path, measure: Measure) -> Found:
     split = dataset.split(measure.split)
     if split is None:
         raise DataError(f"{folder} has no split {measure.split!r}", hint="use train, validation or test")
-    split.refuse_strange(split.tokens, 0)
+    split.check_ids(split.tokens, 0)
     tokens = np.concatenate((np.array([loaded.eod_id], split.tokens.dtype), split.tokens))
     documents = np.split(tokens, np.flatnonzero(tokens == loaded.eod_id))
     num_bytes = sum(len(loaded.tokenizer.decode(document[1:].tolist()).encode()) for document in documents)

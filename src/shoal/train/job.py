@@ -130,8 +130,8 @@ def _make_verifier(request: Request, task: Task[Any, Any], process: Process) -> 
     for dataset in task.data.datasets if process.seat.local_rank == 0 else ():
         files |= dataset.digests
     # The others wait for that rank where a checkpoint does.
-    patience_s = request.config.runtime.timeout_s / 4
-    return Verifier(files, request.config.data.verify, request.run_dir, patience_s)
+    timeout_s = request.config.runtime.timeout_s / 4
+    return Verifier(files, request.config.data.verify, request.run_dir, timeout_s)
 
 
 def _make_sync(

@@ -15,8 +15,9 @@ def train(job: Job) -> bool:
     Collective over the world.
     """
     step = start = job.sync.start(resume(job))
-    job.verifier.begin(start)
     job.metrics.start(start, job.sync)
+    if not _verify(job, start) and job.sync.stopping(start, asked=True):
+        return _finish(job, start)
     if job.evaluation_pending:
         validate(job, start)
         # Stopped again before it was done; where others have to agree, they do so after some steps.
@@ -50,6 +51,19 @@ def train(job: Job) -> bool:
         if stopping:
             break
     return _finish(job, step)
+
+
+def _verify(job: Job, start: int) -> bool:
+    """Begin to verify the data, and end it with data.verify = full; return False when stopped meanwhile.
+
+    Collective over the world.
+    """
+    job.verifier.begin(start)
+    if job.config.data.verify == "full":
+        while job.process.any(job.verifier.blocks_training()):
+            if job.stop.requested():
+                return False
+    return True
 
 
 def _finish(job: Job, step: int) -> bool:

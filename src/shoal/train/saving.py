@@ -25,6 +25,7 @@ from shoal.runtime.log import log
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
 from shoal.train.request import refuse_other_run
+from shoal.train.schedule import horizon, learning_rate
 
 
 def resume(job: Job) -> int:
@@ -86,7 +87,7 @@ def _refuse_to_start_over(job: Job) -> None:
 
 def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
-        log.info(f"changed since the checkpoint: {name} = {new} (was {old})")
+        log.info(f"changed since the checkpoint: {name} = {new} (was {old}){_rate(job, name)}")
     _refuse_other_data(job, state, checkpoint)
     step = int(state["step"])
     if step != step_of(checkpoint):
@@ -105,6 +106,12 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
         + (f" (restart {job.process.seat.attempt})" if job.process.seat.attempt else "")
     )
     return step
+
+
+def _rate(job: Job, name: str) -> str:
+    """Say where the learning rate ends if `name` decides it: min_lr = None is a tenth of the peak, or 0."""
+    end = learning_rate(job.config, horizon(job.config))
+    return f": the learning rate ends at {end:g}" if name == "schedule.min_lr" else ""
 
 
 def _take_over(job: Job, state: dict[str, Any]) -> None:

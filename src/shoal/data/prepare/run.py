@@ -30,7 +30,7 @@ from shoal.data.prepare.splits import SplitPlan, plan_split
 from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
-from shoal.data.verify import MEMORY
+from shoal.data.verify import CACHE
 from shoal.errors import DataError, InputError, StoppedError
 from shoal.runtime.files import atomic_write, disk_error, fsync, read_json, write_json
 
@@ -106,7 +106,7 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the folder for this process alone; refuse one that holds other people's files."""
-    ours = {MEMORY, WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
+    ours = {CACHE, WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
     try:
         output.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in output.iterdir() if path.name not in ours)
