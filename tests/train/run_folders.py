@@ -49,9 +49,7 @@ def cases(run: Path) -> list[tuple[str, str]]:
     """Return each file of a run folder with each fault; of the older checkpoint with one of each kind."""
     names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
     return [
-        (name, fault)
-        for name in names
-        for fault in (("flipped", "unreadable") if _OLDER in name else FAULTS)
+        (name, fault) for name in names for fault in (("flipped", "unreadable") if _OLDER in name else FAULTS)
     ]
 
 
