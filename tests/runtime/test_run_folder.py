@@ -19,7 +19,6 @@ from shoal.runtime.seat import Seat
 from shoal.train import worker
 from shoal.train.request import Request
 
-
 LASTING = {"EIO": False, "ESTALE": False, "ENOENT": False, "ENOSPC": True, "EACCES": True, "ENOTDIR": True}
 
 
@@ -31,6 +30,7 @@ def test_only_what_a_restart_cannot_mend_ends_a_job(tmp_path: Path, monkeypatch,
 
     monkeypatch.setattr(worker, "_train", failing)
     monkeypatch.setattr(worker, "to_rank_file", lambda *_: None)
+    monkeypatch.setattr(worker, "all_is_loaded", lambda: None)
     with pytest.raises(ShoalError if lasts else OSError, match=r"metrics\.jsonl"):
         worker.run(Request(Config(), tmp_path))
     told = json.loads((tmp_path / "ranks/rank-0/error.json").read_text())
