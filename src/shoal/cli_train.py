@@ -225,11 +225,11 @@ def _begin(
     if (island := read_island()) is not None:
         return _be_island(request.on(island))
     if (seat := read_seat()) is not None:
-        return _join(request, nproc, hosts[0], seat.world_size)
+        return _join(request, nproc, hosts[0], seat)
     return _start(request, nproc, max_restarts, several_hosts(*hosts))
 
 
-def _join(request: Any, nproc: int | None, nnodes: int, world_size: int) -> int:
+def _join(request: Any, nproc: int | None, nnodes: int, seat: Any) -> int:
     """Train as one of the ranks that our launcher, torchrun or srun has started."""
     from shoal.runtime.launch import launched_by_us
 
@@ -239,16 +239,21 @@ def _join(request: Any, nproc: int | None, nnodes: int, world_size: int) -> int:
             f"{given}: torchrun or srun has started the ranks already",
             hint="leave --nproc, --nnodes and --rdzv out",
         )
-    layout = request.resolve_layout(world_size)
+    layout = request.resolve_layout(seat.world_size)
     if strategy_of(request.config).apart and layout.replicas > 1:
         raise ConfigError(
             f"sync.strategy = {request.config.sync.strategy} under {layout}: each replica is a world of its "
             f"own, and these {layout.world_size} processes were started as one",
             hint="start them with `shoal train` itself, on several hosts with --nnodes and --rdzv",
         )
+    from shoal.runtime.run_folder import held
     from shoal.train.worker import run
 
-    return run(request)
+    if launched_by_us() or seat.local_rank:
+        return run(request)
+    # As in _start: rank 0 holds the folder, and the first rank of another host, where it is shared, its own.
+    with held(request.run_dir / f"ranks/first-{seat.rank}" if seat.rank else request.run_dir):
+        return run(request)
 
 
 def _be_island(request: Any) -> int:

@@ -36,7 +36,8 @@ def test_hosts_have_names_of_their_own_and_go_with_what_runs_on_them():
     with make_hosts() as two:
         named = two.start("south", ["hostname"])
         assert named.communicate(timeout=20)[0] == "south\n" != socket.gethostname() + "\n"
-        sleeper = two.start("north", ["sleep", "100"])
+        sleeper = two.start("north", ["sh", "-c", "echo there; exec sleep 100"])
+        assert sleeper.stdout.readline() == "there\n"  # until then it may be on no host yet
         spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert spaces.count(f"{hosts._PREFIX}-") >= 2
     assert sleeper.wait(5) == -9

@@ -188,7 +188,7 @@ def test_gather_that_was_killed_goes_on(apart: Path):
     ):
         commands.gather_parts(apart / NORTH, (apart / SOUTH,))
     assert verify(apart / NORTH / "step-00000020") == []
-    (apart / NORTH / ".gather-0123").touch()
+    (apart / NORTH / ".gather-01234567").touch()
     shutil.rmtree(apart / SOUTH / "step-00000020")  # it is all here by now
     assert commands.gather_parts(apart / NORTH, (apart / SOUTH,)) == 0
     resolve_checkpoint(apart / NORTH)

@@ -85,21 +85,39 @@ def test_a_file_with_a_steps_name_is_set_aside(pool: Pool, run: Path, newest: Pa
     assert newest.with_name("bad-step-00000030").read_text() == "mine"
 
 
-def leave_rubbish(folder: Path, elsewhere: Path) -> None:
-    """Leave files, links and folders under the names of leftovers."""
-    (folder / ".step-x").write_text("")
-    (folder / ".step-y").symlink_to(elsewhere)
-    (folder / ".step-z").symlink_to("nowhere")
-    (folder / ".whole-x").write_text("")
-    for name in (".nonce-x", ".gather-x", ".LATEST.1.tmp", ".step-00000010.rm-abcd"):
+def leave(folder: Path, elsewhere: Path, names: list[str]) -> None:
+    """Leave two links, a file and folders under hidden names."""
+    (folder / names[0]).symlink_to(elsewhere)
+    (folder / names[1]).symlink_to("nowhere")
+    (folder / names[2]).write_text("")
+    for name in names[3:]:
         (folder / name / "in").mkdir(parents=True)
 
 
 def test_leftovers_of_every_kind_go_and_nothing_behind_them(pool: Pool, run: Path, newest: Path):
-    leave_rubbish(newest.parent, run / "checkpoints/step-00000010")
+    names = [f".step-00000010.tmp-0123abc{number}" for number in range(4)]
+    names += [".whole-0123abcd", ".gather-0123abcd", ".nonce-0123456789abcdef-12", ".LATEST.1.tmp"]
+    names += [".step-00000010.rm-0123abcd", "step-00000020/.manifest.json.7.tmp"]
+    leave(newest.parent, run / "checkpoints/step-00000010", names)
     assert pool.run(load_latest, 1, run / "checkpoints") == [20]
-    assert not list(newest.parent.glob(".*"))
+    assert not list(newest.parent.glob(".*")) + list(newest.glob(".*"))
     assert verify(newest.with_name("step-00000010")) == []
+
+
+def test_hidden_files_of_somebody_else_stay_and_block_nothing(pool: Pool, run: Path, newest: Path):
+    names = [".step-x", ".step-notes", ".step-1", ".whole-x", ".gather-mine", ".nonce-x", ".LATEST.old.tmp"]
+    leave(newest.parent, newest, names)
+    pool.run(save_and_keep_one, 1, run / "checkpoints", [30])
+    assert pool.run(load_latest, 1, run / "checkpoints") == [30]
+    assert {path.name for path in newest.parent.glob(".*")} == set(names)
+
+
+def test_retention_leaves_a_file_with_a_steps_name(pool: Pool, run: Path, newest: Path):
+    file = newest.with_name("step-00000005")
+    file.write_text("mine")
+    pool.run(save_and_keep_one, 1, run / "checkpoints", [30])
+    assert file.read_text() == "mine"
+    assert [path.name for path in committed(run / "checkpoints")] == ["step-00000030", file.name]
 
 
 def open_and_save(folder: Path) -> None:
@@ -111,7 +129,7 @@ def open_and_save(folder: Path) -> None:
 def test_a_leftover_that_cannot_be_removed_is_named_and_stays(
     pool: Pool, run: Path, newest: Path, caplog: pytest.LogCaptureFixture
 ):
-    stuck = newest.with_name(".step-00000010.rm-abcd")
+    stuck = newest.with_name(".step-00000010.rm-0123abcd")
     (stuck / "model").mkdir(parents=True)
     (stuck / "model/shard").write_text("")
     (stuck / "model").chmod(0o555)

@@ -13,8 +13,9 @@ from shoal.checkpoint import manifest
 from shoal.checkpoint.commands import list_checkpoints, verify_checkpoints
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
 from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnreadableError
+from shoal.runtime.files import alone_in
 from tests.checkpoint.damage import cut_short, files_of, no_file_left_to_open, permissions_count
-from tests.checkpoint.ranks import open_store
+from tests.checkpoint.ranks import open_store, save_steps
 from tests.pool import Pool
 
 
@@ -120,6 +121,27 @@ def test_an_older_one_that_cannot_be_read_stops_nobody(pool: Pool, run: Path):
     assert pool.run(look_for_the_newest, 1, run / "checkpoints") == ["step-00000020"]
 
 
+def save_the_same_step(folder: Path) -> str:
+    """Save step 20 again, as somebody for whom permissions count; return what that raised."""
+    with permissions_count():
+        try:
+            save_steps(folder, [20])
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_save_of_a_step_that_cannot_be_read_fails_and_touches_nothing(pool: Pool, run: Path, newest: Path):
+    before = names(run)
+    (newest / "state.json").chmod(0)
+    assert "Permission denied (EACCES)" in pool.run(save_the_same_step, 1, run / "checkpoints")[0]
+    assert names(run) == before
+    (newest / "state.json").chmod(0o644)
+    inode = (newest / "state.json").stat().st_ino
+    assert pool.run(save_the_same_step, 1, run / "checkpoints") == [""]
+    assert (newest / "state.json").stat().st_ino == inode
+
+
 def test_verify_takes_back_what_is_whole(run: Path, newest: Path, capsys: pytest.CaptureFixture[str]):
     older = newest.with_name("step-00000010")
     newest.rename(newest.with_name("bad-step-00000020-2"))
@@ -148,6 +170,28 @@ def test_verify_takes_nothing_back_over_a_step_that_is_there_or_under_a_wrong_na
     assert "good, but stays set aside: step-00000020 is there, too" in said
     assert "a link to nowhere, cannot be read" in said
     assert os.readlink(newest) == "nowhere"
+
+
+def test_latest_moves_to_no_checkpoint_that_is_damaged(run: Path, newest: Path):
+    older = newest.with_name("step-00000010")
+    older.rename(older.with_name("bad-step-00000010"))
+    cut_short(newest / "state.json")
+    assert verify_checkpoints(run) == EXIT_FAILED
+    assert (run / "checkpoints/LATEST").read_text() == "10\n"
+
+
+def test_verify_from_inside_a_checkpoint_takes_nothing_back_while_a_run_is_at_work(
+    run: Path, newest: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    older = newest.with_name("step-00000010")
+    older.rename(older.with_name("bad-step-00000010"))
+    monkeypatch.chdir(newest)
+    with alone_in(run):
+        verify_checkpoints(Path(".."))
+    assert f"another process is at work in {run}" in capsys.readouterr().out
+    assert not older.exists()
+    verify_checkpoints(Path(".."))
+    assert older.exists()
 
 
 def test_verify_and_ls_say_what_cannot_be_read(run: Path, newest: Path, capsys: pytest.CaptureFixture[str]):

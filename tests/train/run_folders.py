@@ -9,6 +9,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ from shoal.runtime.run_folder import held
 from shoal.train import metrics
 from tests.checkpoint.damage import cut_short, flip_bit, permissions_count
 from tests.train.ranks import run_training
+
+_OLDER, _NEWER = "step-00000002", "step-00000004"
 
 
 def _replaced(path: Path, put: Callable[[], Any]) -> None:
@@ -42,17 +45,21 @@ FAULTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def files(run: Path) -> list[str]:
-    """Return the files of a run folder by name, those of the newest checkpoint for both."""
-    found = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
-    return [name for name in found if "step-00000002" not in name]
+def cases(run: Path) -> list[tuple[str, str]]:
+    """Return each file of a run folder with each fault; of the older checkpoint with one of each kind."""
+    names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+    return [
+        (name, fault) for name in names for fault in (("flipped", "unreadable") if _OLDER in name else FAULTS)
+    ]
 
 
-def disturb(run: Path, name: str, fault: str) -> None:
-    """Put a fault in the place of one file."""
+def disturb(run: Path, name: str, fault: str) -> bool:
+    """Put a fault in the place of one file; say whether it changes what is there."""
     path = run / name
-    if path.stat().st_size or fault not in ("flipped", "random", "truncated"):
-        FAULTS[fault](path)
+    if not path.stat().st_size and fault in ("flipped", "random", "truncated"):
+        return False
+    FAULTS[fault](path)
+    return fault != "unreadable"
 
 
 def check_case(pristine: Path, run: Path, name: str, fault: str, start: Callable[[Path], str]) -> str:
@@ -61,24 +68,47 @@ def check_case(pristine: Path, run: Path, name: str, fault: str, start: Callable
     `start` returns an empty text where training went on to its end, and else what was said.
     """
     shutil.copytree(pristine, run)
-    disturb(run, name, fault)
+    damaged = name if disturb(run, name, fault) else ""
+    before = _kept(run)
     said = start(run)
     if "Traceback" in said:
         return said
-    if said and Path(name).name not in said:
+    if said and str(run / name) not in said:
         return f"it does not name the file: {said}"
     if said:
-        kept = [path.name for path in committed(run / "checkpoints")]
-        if kept != ["step-00000004", "step-00000002"]:
-            return f"it stopped and left {kept}"
+        if (kept := _kept(run)) != before:
+            return f"it stopped and left {sorted(kept)}"
         _undo(pristine, run, name)
         if again := start(run):
             return f"the fault is undone and it does not go on: {again}"
-    elif any(verify(path) for path in committed(run / "checkpoints")):
-        return "a checkpoint in use is not good"
-    elif "unreadable" not in fault and not (run / "checkpoints/step-00000006").is_dir():
-        return "the last step is not there"
+    elif wrong := _wrong_after(run, before, damaged):
+        return wrong
     shutil.rmtree(run)
+    return ""
+
+
+def _kept(run: Path) -> dict[str, tuple[int, int]]:
+    """Return which file lies under each name in the checkpoints, those set aside included."""
+    found = {str(path.relative_to(run)): path.lstat() for path in run.glob("checkpoints/*step-*/**/*")}
+    return {name: (file.st_ino, file.st_mtime_ns) for name, file in found.items() if S_ISREG(file.st_mode)}
+
+
+def _wrong_after(run: Path, before: dict[str, tuple[int, int]], damaged: str) -> str:
+    """Return what is wrong where training went on: what was good must be there, and nothing else set aside.
+
+    The older checkpoint goes once there are two newer ones.
+    """
+    if [path.name for path in committed(run / "checkpoints")] != ["step-00000006", _NEWER]:
+        return "it ended without its last step, or the one before"
+    if any(verify(path) for path in committed(run / "checkpoints")):
+        return "a checkpoint in use is not good"
+    aside = [path.name for path in run.glob("checkpoints/bad-*")]
+    if aside != [f"bad-{_NEWER}"] * (_NEWER in damaged):
+        return f"it set {aside} aside"
+    after = _kept(run)
+    changed = [name for name in before if _NEWER in name and after.get(name) != before[name]]
+    if changed and _NEWER not in damaged:
+        return f"it has made {changed} anew"
     return ""
 
 
@@ -112,8 +142,7 @@ def run_cases(base: Path, values: dict[str, Any], shift: int, stride: int) -> li
 
     log.setLevel(logging.CRITICAL)
     told = []
-    every = [(name, fault) for name in files(pristine) for fault in FAULTS]
-    for number, (name, fault) in enumerate(every[shift::stride]):
+    for number, (name, fault) in enumerate(cases(pristine)[shift::stride]):
         if wrong := check_case(pristine, base / f"run-{number}", name, fault, start):
             told.append(f"{name} {fault}: {wrong}")
     return told

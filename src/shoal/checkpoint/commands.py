@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import replace
@@ -81,7 +82,7 @@ def _take_back(aside: Path) -> tuple[bool, str]:
     try:
         with alone_in(aside.parents[aside.parent.name == "checkpoints"]):
             target = commit.take_back(aside, step)
-            commit.point_latest_again(target.parent)
+            _point_latest_again(target.parent)
     except InputError as error:  # a run is at work here
         return False, f"good, but stays set aside: {error.message}"
     return True, f"good, and in use again as {target.name}"
@@ -95,6 +96,19 @@ def _problems(checkpoint: Path) -> list[str]:
         return [error.message]
 
 
+def _newest_good(folder: Path) -> Path | None:
+    return next((checkpoint for checkpoint in committed(folder) if not _problems(checkpoint)), None)
+
+
+def _point_latest_again(folder: Path) -> None:
+    """Make LATEST name the newest good checkpoint after a change."""
+    if newest := _newest_good(folder):
+        commit.point_latest(newest)
+    else:
+        with contextlib.suppress(OSError):
+            (folder / commit.LATEST).unlink()
+
+
 def remove_checkpoint(path: Path, force: bool = False) -> int:
     """Remove one checkpoint folder, good or set aside; the newest good one only with `force`."""
     path = _absolute(path)  # a link goes, not what it leads to
@@ -102,14 +116,13 @@ def remove_checkpoint(path: Path, force: bool = False) -> int:
         raise InputError(
             f"{path} is not a checkpoint folder", hint="give one like runs/NAME/checkpoints/step-00000600"
         )
-    newest = next((checkpoint for checkpoint in committed(path.parent) if not _problems(checkpoint)), None)
-    if path == newest and not force:
+    if path == _newest_good(path.parent) and not force:
         raise InputError(
             f"{path} is the newest good checkpoint: the run would go on from an older one, or from the start",
             hint="--force removes it all the same",
         )
     commit.remove(path)
-    commit.point_latest_again(path.parent)
+    _point_latest_again(path.parent)
     print(f"removed {path}")
     return EXIT_DONE
 
@@ -146,11 +159,11 @@ def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
 def _find(path: Path) -> tuple[list[Path], list[Path]]:
     """Return checkpoints, and those set aside; `path` may be a run, its checkpoints folder or one of them."""
     with reading(path):
-        path = _absolute(path)
+        given, path = path, _absolute(path)
         if _SET_ASIDE.fullmatch(path.name):
             return [], [path]
         if not path.is_dir() and step_of(path) is None:
-            raise InputError(f"{path} is not a folder", hint="give a run folder or a checkpoint folder")
+            raise InputError(f"{given} is not a folder", hint="give a run folder or a checkpoint folder")
         if step_of(path) is not None or (path / MANIFEST).exists():
             return [path], []
         folder = path / "checkpoints" if (path / "checkpoints").exists() else path
@@ -163,7 +176,7 @@ def _find(path: Path) -> tuple[list[Path], list[Path]]:
 
 def _absolute(path: Path) -> Path:
     """Return `path` with its folder's real name; a link in its last place stays one."""
-    return path.parent.resolve() / path.name
+    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
 
 
 def _row(checkpoint: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from dataclasses import replace
@@ -29,14 +30,19 @@ from shoal.runtime.log import log
 from shoal.runtime.run_folder import clear_way
 
 LATEST = "LATEST"
+# Names that are given below, in store.py, and by atomic_write; any other hidden file is not ours.
+_LEFTOVER = re.compile(
+    r"\.(step-\d{8,12}\.(tmp|rm)-[0-9a-f]{8}|(whole|gather)-[0-9a-f]{8}|nonce-[0-9a-f]{16}-\d+"
+    rf"|({LATEST}|{re.escape(MANIFEST)})\.\d+\.tmp)"
+)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill left behind: half-written saves, half-done removals, half-done thinning."""
     checkpoints = committed(folder)  # or says why they cannot be listed
-    names = (".step-*", ".whole-*", f".{LATEST}.*.tmp", f"step-*/.{MANIFEST}.*.tmp", ".nonce-*", ".gather-*")
-    for path in (path for name in names for path in folder.glob(name)):
-        discard(path)
+    for path in (*folder.glob(".*"), *folder.glob(f"step-*/.{MANIFEST}.*.tmp")):
+        if _LEFTOVER.fullmatch(path.name):
+            discard(path)
     for checkpoint in checkpoints:
         thin_out_files(checkpoint)
 
@@ -128,15 +134,6 @@ def point_latest(checkpoint: Path) -> None:
     write_text(latest, text)
 
 
-def point_latest_again(folder: Path) -> None:
-    """Make LATEST name the newest checkpoint that is left after a removal."""
-    if left := committed(folder):
-        point_latest(left[0])
-    else:
-        with contextlib.suppress(OSError):
-            (folder / LATEST).unlink()
-
-
 def set_aside(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint so that it is not chosen again; return its new path."""
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
@@ -207,8 +204,10 @@ def retain(folder: Path, *, keep_last: int, keep_every: int, keep_every_weights_
     """Remove or thin out what is neither among the newest `keep_last` nor a multiple of `keep_every`.
 
     Call it only after the newest checkpoint was verified. What cannot be removed is named and tried again.
+    A plain file with a step's name is not ours.
     """
-    for checkpoint in committed(folder)[keep_last:]:
+    checkpoints = [path for path in committed(folder) if path.is_symlink() or os.path.isdir(path)]
+    for checkpoint in checkpoints[keep_last:]:
         step = step_of(checkpoint) or 0
         try:
             if not keep_every or step % keep_every:

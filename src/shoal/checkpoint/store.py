@@ -15,6 +15,7 @@ lists the files of its own host, and names those of the others. A checkpoint exi
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -345,13 +346,19 @@ def _sentence(error: Exception, folder: Path) -> tuple[str, str]:
 
 
 def _is_there(folder: Path, step: int) -> bool:
-    """Say whether a good checkpoint of this step is there; a damaged one is set aside."""
+    """Say whether a good checkpoint of this step is there; a damaged one is set aside.
+
+    So is a link that leads nowhere. What else cannot be read is an UnreadableError.
+    """
     present = folder / step_name(step)
     if not os.path.lexists(present):
         return False
     try:
         problems = verify(present)
     except UnreadableError as error:
+        number = getattr(error.__cause__, "errno", None)
+        if not present.is_symlink() or number not in (errno.ENOENT, errno.ELOOP):
+            raise
         problems = [error.message]
     if problems:
         _set_aside(present, problems)

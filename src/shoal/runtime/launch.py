@@ -109,7 +109,7 @@ class _Agent(LocalElasticAgent):
         """Say last on the screen why the job failed; return its exit status."""
         assert self._last_failure is not None, "the agent failed without a failed worker"
         if stop_marker(self._run_dir).exists() and self._last_failure.echo:
-            log.info("stopped before the first step; nothing to save")
+            log.info("stopped; the last committed checkpoint, if any, stands")
             return EXIT_STOPPED
         print(f"error: {self._last_failure}", file=sys.stderr)
         return self._last_failure.exit_code

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.errors import InputError, ShoalError
 from shoal.runtime.files import alone_in, disk_error
 from shoal.runtime.log import log
 
@@ -14,6 +16,10 @@ _FOLDERS = ("ranks", "compiled", "profile", "tensorboard", "postmortem", "replic
 _MARKERS = ("ranks/stop-requested", "ranks/stopped")
 _FILES = ("config.toml", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name", *_MARKERS)
 _FILES_OF_RANK = ("log", "pid", "ring", "stack", "error.json")
+_LASTING = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+)
 
 
 @contextmanager
@@ -25,15 +31,22 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def in_sentences(run_dir: Path) -> Iterator[None]:
-    """Turn what the system says about a path in `run_dir` into a sentence; other errors stay as they are."""
+def in_sentences(run_dir: Path, *, lasting: bool = False) -> Iterator[None]:
+    """Turn what the system says about a path in `run_dir` into a sentence; other errors stay as they are.
+
+    With `lasting`, so do those that may pass, and that a restart may mend.
+    """
     try:
         yield
     except OSError as error:
         path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-        if path is None or not path.is_relative_to(run_dir):
+        if path is None or not path.is_relative_to(run_dir) or (lasting and error.errno not in _LASTING):
             raise
-        raise disk_error(error, path) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_error(error, path) from error
+        kind = InputError if error.errno in _LASTING else ShoalError
+        hint = "a run reads and writes there: see its permissions, and what stands in its place"
+        raise kind(f"{path} cannot be used: {error.strerror or error}", hint=hint) from error
 
 
 def clear_folder(run_dir: Path) -> None:

@@ -192,7 +192,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             told.append(record)
-        elif number <= len(lines):
+        elif number <= len(lines) and text.strip():
             bad[number] = text
     return told, bad
 

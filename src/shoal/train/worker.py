@@ -39,7 +39,7 @@ def run(request: Request) -> int:
     seat = read_seat() or Seat()
     quieten_libraries()
     try:
-        with in_sentences(request.run_dir):
+        with in_sentences(request.run_dir, lasting=True):
             to_rank_file(request.run_dir, seat.rank, seat.attempt)
             done = _train(request)
     except BaseException as error:
