@@ -89,27 +89,15 @@ def copied(place: Place) -> Iterator[Path]:
         yield Path(folder)
 
 
-def map_file(place: Place, test_file: str, target: Path, limit_s: float) -> str:
-    """Write which tests of a file touch which blocks; say how it went."""
+def map_file(place: Place, test_file: str, limit_s: float) -> tuple[dict[str, Any], str]:
+    """Return which tests of a file touch which blocks, and how it went."""
     with copied(place) as overlay:
         names = touched.instrument(overlay)
         watch = run_tests(place, overlay, [test_file], limit_s, "map")
         if watch is None:
-            return f"no end within {limit_s:.0f} s: not used"
-        sources = {
-            p.relative_to(place.source).as_posix(): touched.digest(p) for p in (place.source).rglob("*.py")
-        }
-        known = {
-            "file": touched.digest(place.root / test_file),
-            "sources": sources,
-            "failed": sorted(watch["failed"]),
-            "touched": touched.touched_by_test(overlay, names, watch),
-            "watch": watch,
-        }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.with_suffix(".tmp").write_text(json.dumps(known))
-    target.with_suffix(".tmp").replace(target)
-    return f"{len(watch['seconds'])} tests, {len(watch['failed'])} failed"
+            return touched.nothing(), f"no end within {limit_s:.0f} s: not used"
+        found = touched.found(overlay, names, watch, place.source)
+    return found, f"{len(watch['seconds'])} tests, {len(watch['failed'])} failed"
 
 
 def judge(place: Place, path: str, mutant: bytes, tests: Sequence[tuple[str, float]]) -> Verdict:
