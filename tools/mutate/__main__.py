@@ -150,7 +150,7 @@ class Run:
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 mutation, tests = running.pop(done)
                 verdict = done.result()
-                if verdict.status != "unclear":
+                if verdict.status != "survived" or not self.args.tests:
                     self._keep(mutation, verdict, tests)
                 say(f"[{group} {total - len(due) - len(running):2}/{total}] {line_of(mutation, verdict)}")
 
@@ -214,7 +214,12 @@ def main(argv: list[str] | None = None) -> int:
     """Do what the arguments say; return 1 where a group is below its mark, of what was judged."""
     parser = argparse.ArgumentParser("python -m tools.mutate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups, or parts of paths")
-    parser.add_argument("--tests", nargs="+", metavar="PART", help="only test files with this in their path")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="PART",
+        help="parts of test files' paths; only what is killed is recorded",
+    )
     parser.add_argument("--list", action="store_true", help="list the mutations, run nothing")
     parser.add_argument("--survivors", action="store_true", help="list what no test has noticed, run nothing")
     parser.add_argument("--seed", type=int, default=0, help="draw other mutations (default: 0)")

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    status: str  # killed, time-out, survived; unclear: try again
+    status: str  # killed, time-out, survived
     test: str  # by which
     seconds: float
     tests: int  # that ran
@@ -115,8 +115,6 @@ def judge(place: Place, path: str, mutant: bytes, tests: Sequence[tuple[str, flo
             seconds = time.monotonic() - began
             if watch is None:
                 return Verdict("time-out", "", seconds, len(left))
-            if watch["status"] == 4 and not watch["failed"]:
-                return Verdict("unclear", "", seconds, 0)  # a test is gone: its file has changed
             if not watch["failed"]:
                 return Verdict("survived", "", seconds, len(tests))
             test, why = next(iter(watch["failed"].items()))
@@ -149,7 +147,7 @@ def run_tests(
     if late:
         return None
     if not result.exists():  # it took pytest down with it
-        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "it died"}, "status": 3}
+        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "it died"}}
     seen: dict[str, Any] = json.loads(result.read_text())
     return seen
 
@@ -172,14 +170,13 @@ def _be_pytest(
         )
         importlib.invalidate_caches()
         pytest = importlib.import_module("pytest")
-        watch = touched.Watch(overlay if mode == "map" else None)
+        watch = touched.Watch(tests, overlay if mode == "map" else None)
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
         words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not proof", "--color=no"]
-        status = pytest.main([*words, f"--basetemp={overlay / 'tmp'}", *options, *tests], plugins=[watch])
+        status = pytest.main([*words, f"--basetemp={overlay / 'tmp'}", *options, *files], plugins=[watch])
         if status in (2, 3) and not watch.failed:  # interrupted, or an internal error
             watch.failed[tests[0]] = f"pytest ended with status {status}"
-        result.with_suffix(".tmp").write_text(
-            json.dumps({"seconds": watch.seconds, "failed": watch.failed, "status": int(status)})
-        )
+        result.with_suffix(".tmp").write_text(json.dumps({"seconds": watch.seconds, "failed": watch.failed}))
         result.with_suffix(".tmp").replace(result)
     finally:
         os._exit(0)

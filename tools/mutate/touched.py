@@ -12,7 +12,7 @@ import json
 import lzma
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,13 @@ def instrument(overlay: Path) -> list[str]:
 
 
 class Watch:
-    """A pytest plugin: what ran, how it ended, how long it took; with an overlay, which test runs now."""
+    """A pytest plugin: what ran, how it ended, how long it took; with an overlay, which test runs now.
 
-    def __init__(self, overlay: Path | None = None) -> None:
+    Without one it has the tests run in the order given, less those that are not there on this machine.
+    """
+
+    def __init__(self, tests: Sequence[str], overlay: Path | None = None) -> None:
+        self._tests = tests
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self._overlay, self._number = overlay, 0
@@ -103,6 +107,11 @@ class Watch:
         if self._overlay:
             with (self._overlay / "now").open("r+b") as file, mmap.mmap(file.fileno(), 4) as now:
                 now[:] = number.to_bytes(4, "little")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if not self._overlay:
+            found = {item.nodeid: item for item in items}
+            items[:] = [found[test] for test in self._tests if test in found]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
