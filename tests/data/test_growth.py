@@ -1,5 +1,6 @@
 """How much a tokenizer's rules may make of a text: each rule at its worst, a chain multiplied."""
 
+import base64
 import json
 
 import pytest
@@ -17,9 +18,17 @@ def chain(*rules):
     return {"type": "Sequence", "normalizers": list(rules)}
 
 
+def charsmap(length):
+    """Return SentencePiece's table: the size of a trie, the trie, then texts."""
+    table = (300).to_bytes(4, "little") + b"t" * 300 + b"b" * length + b"\0cc\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
 @pytest.mark.parametrize(
     ("rule", "growth"),
     [
+        (charsmap(256), None),
+        (charsmap(257), "257"),
         (replace(256), None),
         (replace(257), "257"),
         (chain(replace(16), replace(16)), None),
