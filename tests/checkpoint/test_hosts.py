@@ -181,6 +181,15 @@ def test_gather_makes_a_part_whole(apart: Path, capsys):
     assert "from 1 host(s) added; it is whole" in capsys.readouterr().out
 
 
+def test_a_file_of_another_host_comes_with_a_folder_that_this_host_has_nothing_in(tmp_path: Path):
+    checkpoint, theirs = tmp_path / step_name(10), tmp_path / "theirs"
+    checkpoint.mkdir()
+    theirs.write_bytes(b"moments")
+    commit.adopt(checkpoint, "optimizer/shard-2.safetensors", theirs)
+    assert (checkpoint / "optimizer/shard-2.safetensors").read_bytes() == b"moments"
+    assert set(tmp_path.iterdir()) == {checkpoint, theirs}
+
+
 def test_gather_that_was_killed_goes_on(apart: Path):
     with (
         mock.patch.object(commands, "write_text", side_effect=KeyboardInterrupt),

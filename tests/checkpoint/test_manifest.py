@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import random
 import shutil
@@ -9,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.manifest import MANIFEST, is_file_name, read_manifest, resolve_checkpoint, verify
+from shoal.checkpoint.manifest import (
+    MANIFEST,
+    is_file_name,
+    read_decoder,
+    read_manifest,
+    resolve_checkpoint,
+    verify,
+)
+from shoal.config.load import to_toml, validate
 from shoal.errors import CheckpointError, InputError
 from tests.checkpoint.damage import cut_short, edit_manifest, entries, files_of, flip_bit, forge_manifest
 
@@ -135,3 +145,11 @@ def test_a_path_without_a_good_checkpoint_is_a_sentence(run: Path, newest: Path,
     (newest.with_name("step-00000010") / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"step-00000020 is damaged.*step-00000010 is damaged"):
         resolve_checkpoint(run)
+
+
+@pytest.mark.parametrize("eod_id", [None, "", [], "inf", math.inf])
+def test_a_state_that_does_not_tell_the_end_of_a_document_is_a_sentence(tmp_path: Path, eod_id: object):
+    (tmp_path / "config.toml").write_text(to_toml(validate({"train": {"steps": 1}}, "test")))
+    (tmp_path / "state.json").write_text(json.dumps({"vocab_size": 257, "eod_id": eod_id}))
+    with pytest.raises(CheckpointError, match=r"the state of checkpoint .* lacks or garbles"):
+        read_decoder(tmp_path)

@@ -66,6 +66,20 @@ def test_made_up_images_are_the_same_for_a_seed_alone(tmp_path):
     assert prints[0] == prints[1] != prints[2] == prints[3]
 
 
+def test_the_fingerprint_follows_inputs_and_labels_of_each_split(tmp_path):
+    """With the same sizes, classes, mean and deviation."""
+    whole = {"x_train": np.arange(40, dtype=np.uint8).reshape(10, 2, 2), "y_train": np.arange(10) % 3}
+    whole |= {"x_test": whole["x_train"][:5], "y_test": whole["y_train"][:5]}
+    prints = set()
+    for changed in ("", *whole):
+        archive = tmp_path / f"{changed}-turned.npz"
+        np.savez(archive, **{name: array[:: -1 if name == changed else 1] for name, array in whole.items()})
+        made = prepare(tmp_path / f"data-{changed}", archive, split="1")
+        assert (made.num_classes, made.mean) == (3, 19.5)
+        prints.add(made.fingerprint)
+    assert len(prints) == 5
+
+
 def test_text_and_examples_are_told_apart(archive, tmp_path):
     assert holds_examples(PrepareOptions((str(archive),), tmp_path))
     assert not holds_examples(PrepareOptions(("stdlib", str(tmp_path)), tmp_path))

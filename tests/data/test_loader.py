@@ -36,6 +36,27 @@ def test_the_permutation_depends_on_its_key():
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
 
 
+@pytest.mark.parametrize(("world_size", "worlds"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_a_steps_samples_are_what_the_ranks_of_a_world_train_on(world_size, worlds):
+    windows = Windows([split(203)], seq_len=6)
+    ranks = [
+        Loader(
+            windows,
+            weights=(),
+            global_batch_size=8,
+            seed=1,
+            rank=rank,
+            world_size=world_size,
+            worlds=worlds,
+        )
+        for rank in range(world_size)
+    ]
+    for step in (1, 5):
+        for world in np.array_split(ranks, worlds):
+            trained_on = np.concatenate([one.batch(step).samples for one in world]).tolist()
+            assert [one.step_samples(step).tolist() for one in world] == [trained_on] * len(world)
+
+
 @pytest.mark.parametrize("num_tokens", [41, 44, 45, 101])
 def test_each_full_window_is_read_once_an_epoch(num_tokens):
     windows = Windows([split(num_tokens)], seq_len=4)

@@ -470,3 +470,12 @@ def test_ids_are_unsigned_and_one_array_a_text(gpt2):
 def test_the_random_strings_are_varied():
     text = "".join(random_strings(500))
     assert len({unicodedata.category(char) for char in text}) > 20
+
+
+def test_a_vocabulary_has_two_to_the_24_ids_at_most():
+    spec = json.loads(bytes_tokenizer_json())
+    spec["model"]["vocab"]["far"] = 2**24 - 1
+    assert parse_tokenizer(json.dumps(spec).encode(), "here").vocab_size == 2**24
+    spec["model"]["vocab"]["far"] += 1
+    with pytest.raises(DataError, match="tokenizer here has 16,777,217 ids; allowed are 1 to 16,777,216"):
+        parse_tokenizer(json.dumps(spec).encode(), "here")

@@ -65,6 +65,14 @@ def test_the_sum_stays_for_any_number_of_replicas(before, after, expected):
     assert moved(old, new) == [[value] for value in expected]
 
 
+def test_what_is_taken_over_is_added_once():
+    old = ranks_of(Layout(dp_replicate=3), value=lambda replica, _: 10**replica)
+    new = ranks_of(Layout(dp_replicate=2))
+    moved(old, new)
+    new[0].start(5)
+    assert [float(t[0]) for name, t in new[0].tensors().items() if "residual" in name] == [101]
+
+
 def test_each_part_of_a_replica_keeps_its_own():
     old = ranks_of(parse_layout("dp2*tp2"), value=lambda replica, part: 10**replica * (1 + part))
     new = ranks_of(parse_layout("dp4*tp2"), value=lambda *_: 77)

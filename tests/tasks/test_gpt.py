@@ -5,11 +5,14 @@ import threading
 import numpy as np
 import pytest
 
+from shoal.config.load import validate
 from shoal.data.loader import Loader
+from shoal.errors import DataError
 from shoal.tasks.gpt import dropout_keys
+from shoal.tasks.tokens import open_tokens, with_vocabulary
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
-from tests.tiny_dataset import random_dataset
+from tests.tiny_dataset import VOCAB_SIZE, random_dataset, with_other_tokenizer
 from tests.train.ranks import make_job, tiny_config
 
 
@@ -73,3 +76,15 @@ def test_a_samples_dropout_key_is_a_fixed_function_of_seed_and_sample():
     samples = [0, 1, 2, 999, 2**40 + 1]
     for seed in (0, 7, 2**31):
         assert dropout_keys(seed, np.array(samples)).tolist() == [expected(seed, n) for n in samples]
+
+
+def test_weights_trained_with_another_tokenizer_are_refused(data, tmp_path):
+    opened = open_tokens(with_vocabulary(validate(tiny_config(data), "test"), VOCAB_SIZE))
+    state = {"vocab_size": VOCAB_SIZE, "eod_id": opened.eod_id}
+    opened.refuse_other(state, data)
+    for changed in ({"vocab_size": 300}, {"eod_id": 7}):
+        with pytest.raises(DataError, match="was trained with"):
+            opened.refuse_other(state | changed, data)
+    other = with_other_tokenizer(random_dataset(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"is another tokenizer than .*other"):
+        opened.refuse_other(state, other)

@@ -76,7 +76,7 @@ def toy(tmp_path):
         "src/toy/__init__.py": "",
         "src/toy/calc.py": SOURCE,
         "tests/test_calc.py": TESTS,
-        "groups.toml": GROUPS,
+        "tools/mutate/groups.toml": GROUPS,
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,23 +85,28 @@ def toy(tmp_path):
 
 
 def run(toy, *words):
-    command = [sys.executable, "-m", "tools.mutate", "--root", toy, "--groups", toy / "groups.toml"]
-    command += ["--folder", toy / "kept", *words]
+    command = [sys.executable, "-m", "tools.mutate", "--root", toy, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert not done.stderr, done.stderr
     return done
 
 
+def record_of(toy):
+    return json.loads((toy / "benchmarks/records/mutate.json").read_text())
+
+
 def test_what_tests_notice_is_killed_and_the_rest_is_named(toy):
     done = run(toy, "--patience", "5")
-    kept = [json.loads(line) for line in (toy / "kept" / "results.jsonl").read_text().splitlines()]
-    status = {result["key"].partition(":")[2]: result["status"] for result in kept}
+    record = record_of(toy)
+    status = {key.partition(":")[2]: result["status"] for key, result in record["results"].items()}
     assert status["answer: 42 -> 43"] == "killed"  # seen by another process alone
     assert status["rounds: done += 1 -> pass"] == "time-out"
     assert status["unseen: a == 7 -> a != 7"] == "survived"
     assert "larger: a > b -> a >= b" not in status
     assert "unseen: 7 -> 8" in done.stdout.rpartition("toy:")[2]
     assert done.returncode == 1  # below the mark
+    assert record["complete"]
+    assert record["groups"]["toy"]["judged"] == len(status)
 
     again = run(toy)
     assert "[toy" not in again.stdout  # all is known
@@ -112,6 +117,22 @@ def test_what_tests_notice_is_killed_and_the_rest_is_named(toy):
     better = run(toy)
     assert "test_unseen" in better.stdout  # what survived is tried with the new test
     assert "answer" not in better.stdout  # what was killed is not tried again
+
+
+def test_a_part_of_a_run_is_recorded_and_a_result_goes_with_its_file(toy):
+    """Also what is judged counts alone, and what was not asked for stays."""
+    (toy / "src/toy/more.py").write_text("def half(a: int) -> int:\n    return a // 2\n")
+    (toy / "tests/test_more.py").write_text(
+        "from toy import more\n\n\ndef test_half():\n    assert more.half(8) == 4\n"
+    )
+    assert run(toy, "--only", "more").returncode == 0
+    first = record_of(toy)
+    counts = first["groups"]["toy"]
+    assert not first["complete"]
+    assert (counts["judged"], counts["killed"], counts["share"]) == (2, 2, 1.0)
+    assert counts["mutations"] > 2
+    (toy / "src/toy/more.py").write_text("def half(a: int) -> int:\n    return a // 2  # even\n")
+    assert run(toy, "--survivors").stdout.startswith("toy: 0 killed of 0 judged")
 
 
 def test_words_types_and_invariants_are_not_mutated():

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    status: str  # killed, time-out, survived; unclear: try again
+    status: str  # killed, time-out, survived
     test: str  # by which
     seconds: float
     tests: int  # that ran
@@ -89,27 +89,15 @@ def copied(place: Place) -> Iterator[Path]:
         yield Path(folder)
 
 
-def map_file(place: Place, test_file: str, target: Path, limit_s: float) -> str:
-    """Write which tests of a file touch which blocks; say how it went."""
+def map_file(place: Place, test_file: str, limit_s: float) -> tuple[dict[str, Any], str]:
+    """Return which tests of a file touch which blocks, and how it went."""
     with copied(place) as overlay:
         names = touched.instrument(overlay)
         watch = run_tests(place, overlay, [test_file], limit_s, "map")
         if watch is None:
-            return f"no end within {limit_s:.0f} s: not used"
-        sources = {
-            p.relative_to(place.source).as_posix(): touched.digest(p) for p in (place.source).rglob("*.py")
-        }
-        known = {
-            "file": touched.digest(place.root / test_file),
-            "sources": sources,
-            "failed": sorted(watch["failed"]),
-            "touched": touched.touched_by_test(overlay, names, watch),
-            "watch": watch,
-        }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.with_suffix(".tmp").write_text(json.dumps(known))
-    target.with_suffix(".tmp").replace(target)
-    return f"{len(watch['seconds'])} tests, {len(watch['failed'])} failed"
+            return touched.nothing(), f"no end within {limit_s:.0f} s: not used"
+        found = touched.found(overlay, names, watch, place.source)
+    return found, f"{len(watch['seconds'])} tests, {len(watch['failed'])} failed"
 
 
 def judge(place: Place, path: str, mutant: bytes, tests: Sequence[tuple[str, float]]) -> Verdict:
@@ -127,8 +115,6 @@ def judge(place: Place, path: str, mutant: bytes, tests: Sequence[tuple[str, flo
             seconds = time.monotonic() - began
             if watch is None:
                 return Verdict("time-out", "", seconds, len(left))
-            if watch["status"] == 4 and not watch["failed"]:
-                return Verdict("unclear", "", seconds, 0)  # a test is gone: its file has changed
             if not watch["failed"]:
                 return Verdict("survived", "", seconds, len(tests))
             test, why = next(iter(watch["failed"].items()))
@@ -161,7 +147,7 @@ def run_tests(
     if late:
         return None
     if not result.exists():  # it took pytest down with it
-        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "it died"}, "status": 3}
+        return {"seconds": dict.fromkeys(tests, 0.0), "failed": {tests[0]: "it died"}}
     seen: dict[str, Any] = json.loads(result.read_text())
     return seen
 
@@ -184,14 +170,13 @@ def _be_pytest(
         )
         importlib.invalidate_caches()
         pytest = importlib.import_module("pytest")
-        watch = touched.Watch(overlay if mode == "map" else None)
+        watch = touched.Watch(tests, overlay if mode == "map" else None)
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
         words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not proof", "--color=no"]
-        status = pytest.main([*words, f"--basetemp={overlay / 'tmp'}", *options, *tests], plugins=[watch])
+        status = pytest.main([*words, f"--basetemp={overlay / 'tmp'}", *options, *files], plugins=[watch])
         if status in (2, 3) and not watch.failed:  # interrupted, or an internal error
             watch.failed[tests[0]] = f"pytest ended with status {status}"
-        result.with_suffix(".tmp").write_text(
-            json.dumps({"seconds": watch.seconds, "failed": watch.failed, "status": int(status)})
-        )
+        result.with_suffix(".tmp").write_text(json.dumps({"seconds": watch.seconds, "failed": watch.failed}))
         result.with_suffix(".tmp").replace(result)
     finally:
         os._exit(0)

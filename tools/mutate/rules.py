@@ -12,41 +12,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-_OPERATORS: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+_PAIRS: list[tuple[type, type]] = [
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+]
+_PAIRS += [(ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or)]
+_OPERATORS: dict[type, type] = {ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
+_OPERATORS |= {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _UNWRAPPED = {"sorted", "reversed", "min", "max", "abs"}  # f(x, ...) becomes x
 _CHAINED = {"clone", "copy", "detach"}  # x.f() becomes x
-_WORDS = {
-    "log",
-    "print",
-    "warn",
-    "say",
-    "debug",
-    "info",
-    "warning",
-    "error",
-    "exception",
-    "describe",
-    "label",
-}
+_WORDS = {"log", "print", "warn", "say", "debug", "info", "warning", "error", "exception"}
+_WORDS |= {"describe", "label"}
 _MINOR_KEYWORDS = {"hint", "help", "timeout", "daemon", "strict", "indent", "stacklevel", "flush", "exist_ok"}
 _MINOR_KEYWORDS |= {"missing_ok", "ignore_errors", "non_blocking", "pin_memory", "name", "encoding", "copy"}
 _MINOR_KEYWORDS |= {"frozen", "slots", "covariant"}

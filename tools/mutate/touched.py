@@ -9,14 +9,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import lzma
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Map = dict[str, dict[str, Any]]  # by test file: its digest, the package's, names of blocks, tests
 # torch.compile traces these: no calls may be written into them.
 COMPILED = ("shoal/models/", "shoal/parallel/tensor.py")
 _RECORDER = """
@@ -34,8 +36,8 @@ def hit(n):
 """
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def blocks(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
@@ -90,9 +92,13 @@ def instrument(overlay: Path) -> list[str]:
 
 
 class Watch:
-    """A pytest plugin: what ran, how it ended, how long it took; with an overlay, which test runs now."""
+    """A pytest plugin: what ran, how it ended, how long it took; with an overlay, which test runs now.
 
-    def __init__(self, overlay: Path | None = None) -> None:
+    Without one it has the tests run in the order given, less those that are not there on this machine.
+    """
+
+    def __init__(self, tests: Sequence[str], overlay: Path | None = None) -> None:
+        self._tests = tests
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self._overlay, self._number = overlay, 0
@@ -101,6 +107,11 @@ class Watch:
         if self._overlay:
             with (self._overlay / "now").open("r+b") as file, mmap.mmap(file.fileno(), 4) as now:
                 now[:] = number.to_bytes(4, "little")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if not self._overlay:
+            found = {item.nodeid: item for item in items}
+            items[:] = [found[test] for test in self._tests if test in found]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
@@ -133,35 +144,58 @@ class Watch:
             self.failed.setdefault(report.nodeid, str(report.longrepr)[-2000:])
 
 
-def touched_by_test(overlay: Path, names: list[str], watch: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the blocks that each test touched, those of shared fixtures with every test."""
+def found(overlay: Path, names: list[str], watch: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return seconds and blocks of each test that passed, blocks of shared fixtures with every test."""
     log = (overlay / "touched").read_bytes()
-    by_number: dict[int, set[str]] = defaultdict(set)
+    by_number: dict[int, set[int]] = defaultdict(set)
     for place in range(0, len(log) - 7, 8):
         test, block = (int.from_bytes(log[place + at : place + at + 4], "little") for at in (0, 4))
-        by_number[test].add(names[block])
-    return {
-        test: sorted(by_number[number] | by_number[0])
-        for number, test in enumerate(watch["seconds"], start=1)
+        by_number[test].add(block)
+    used = sorted(set().union(*by_number.values()))
+    index = {block: number for number, block in enumerate(used)}
+    tests = {
+        test: [round(seconds, 2), sorted(index[block] for block in by_number[number] | by_number[0])]
+        for number, (test, seconds) in enumerate(watch["seconds"].items(), start=1)
+        if test not in watch["failed"]  # it would say nothing about a mutation
     }
+    return {"sources": _digests(source), "names": [names[block] for block in used], "tests": tests}
+
+
+def nothing() -> dict[str, Any]:
+    return {"sources": {}, "names": [], "tests": {}}
+
+
+def _digests(source: Path) -> dict[str, str]:
+    return {path.relative_to(source).as_posix(): digest(path.read_bytes()) for path in source.rglob("*.py")}
+
+
+def read_map(path: Path) -> Map:
+    if not path.exists():
+        return {}
+    known: Map = json.loads(lzma.decompress(path.read_bytes()))
+    return known
+
+
+def write_map(path: Path, known: Map) -> None:
+    """Write it in one piece, compressed: it is kept in the repository."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(sorted(known.items())), separators=(",", ":"))
+    path.with_suffix(".tmp").write_bytes(lzma.compress(text.encode()))
+    path.with_suffix(".tmp").replace(path)
 
 
 class Touches:
-    """What is known of all test files; one JSON file for each."""
+    """What is known of all test files."""
 
-    def __init__(self, folder: Path, source: Path) -> None:
+    def __init__(self, known: Map, source: Path) -> None:
         self.seconds: dict[str, float] = {}
         self._tests: dict[str, set[str]] = defaultdict(set)  # by block, by function, by module
         self._moved: set[str] = set()  # modules that have changed since: their blocks may count differently
-        now = {path.relative_to(source).as_posix(): digest(path) for path in source.rglob("*.py")}
-        for path in sorted(folder.glob("*.json")):
-            known = json.loads(path.read_text())
-            self._moved |= {name for name, seen in known["sources"].items() if now.get(name) != seen}
-            for test, names in known["touched"].items():
-                if test in known["failed"]:
-                    continue  # it says nothing about a mutation
-                self.seconds[test] = known["watch"]["seconds"][test]
-                for name in names:
+        now = _digests(source)
+        for file in known.values():
+            self._moved |= {name for name, seen in file["sources"].items() if now.get(name) != seen}
+            for test, (self.seconds[test], touched) in file["tests"].items():
+                for name in map(file["names"].__getitem__, touched):
                     module, _, block = name.partition(":")
                     for key in (name, f"{module}:{block.partition('#')[0]}", f"{module}:"):
                         self._tests[key].add(test)
