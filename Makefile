@@ -69,7 +69,7 @@ gpu-check: ## GPU tests (PART=train-tests), then speed (PART=train), with PYTHON
 	@PYTHONPATH=src:$$PYTHONPATH "$(PYTHON)" -m benchmarks.gpu_check --part "$(PART)" $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 gpu-rehearse: $(OTHER)/.ready ## train every layout and strategy on fake CUDA tensors, without a GPU (10 minutes)
-	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/rehearse $(ARGS)
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/rehearse $(ARGS)
 
 test-torch: $(OTHER)/.ready ## run the tests that touch torch most under another torch: make test-torch TORCH=2.11.0
 	$(OTHER)/bin/python -m benchmarks.torch_versions $(ARGS)

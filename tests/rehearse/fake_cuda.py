@@ -15,7 +15,8 @@ real. torch itself refuses what mixes the two, as on a GPU. Stand-ins, and nothi
 | cuDNN | asks the driver for its version | off: an LSTM takes torch's own CUDA kernels |
 | an exchange's futures and threads | know devices; modes are a thread's own | done at once |
 | facts about the device | asked of the driver | one GPU with bf16 |
-| running compiled code | kernels need a GPU | traced by the compiler's front ends, run as traced |
+| inference mode | operators arrive whole, so that copies of constants go to the driver | `no_grad` |
+| compiled kernels | need a GPU | Dynamo captures the graphs; they run as captured |
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tests.rehearse.walked_backward import walked
 
 T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
+CAPTURED: set[str] = set()  # operators in the graphs that this rank had compiled
 INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -245,6 +247,14 @@ class FakeReplica(nn.Module):
         self._hook(None, bucket)
 
 
+def _run_as_captured(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile nothing; note the operators of a graph whose tensors are all on the GPU."""
+    devices = {each.device for each in inputs if isinstance(each, Tensor)}
+    assert devices == {DEVICE}, f"a compiled graph takes tensors on {devices}"
+    CAPTURED.update(getattr(node.target, "__name__", str(node.target)) for node in graph.graph.nodes)
+    return graph.forward
+
+
 class AtOnce:
     """An executor that does its work where it is asked to."""
 
@@ -267,12 +277,11 @@ class DoneFuture(torch.futures.Future[T]):
 def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
     """Be a rank with a fake GPU, joined to others that are not there."""
     plain_group, compiled = dist.new_group, torch.compile
+    torch._dynamo.reset()
+    CAPTURED.clear()
 
     def new_group(ranks: list[int] | None = None, timeout: Any = None, backend: Any = None, **_: Any) -> Any:
         return plain_group(ranks, backend="fake")
-
-    def compile_to_trace(function: Any = None, **options: Any) -> Any:
-        return compiled(function, **{**options, "backend": "eager"})
 
     patches = {
         **{f"torch.cuda.{name}": value for name, value in DRIVER.items()},
@@ -292,7 +301,9 @@ def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
         "shoal.parallel.apply.DistributedDataParallel": FakeReplica,
         "shoal.gradsync.carried.ThreadPoolExecutor": AtOnce,
         "shoal.gradsync.rounds.in_thread": lambda work: AtOnce().submit(work),
-        "torch.compile": compile_to_trace,
+        "torch.compile": lambda function, **options: compiled(function, **options, backend=_run_as_captured),
+        "torch._dynamo.config.fail_on_recompile_limit_hit": True,
+        "torch._C._InferenceMode": lambda on: torch.no_grad() if on else contextlib.nullcontext(),
     }
     if world_size > 1:
         patches["shoal.checkpoint.store.CheckpointStore._run"] = lambda *_: None

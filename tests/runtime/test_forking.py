@@ -117,3 +117,21 @@ def test_the_process_that_ranks_are_forked_from_does_not_touch_a_gpu():
     """A process forked from one that has asked the driver for its GPUs cannot use them."""
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+ENDING = """
+import atexit, gc, sys
+from shoal.runtime import forking
+
+atexit.register(lambda: print("kept" if gc.get_freeze_count() else "collected"))  # runs last
+forking.all_is_loaded()
+assert gc.get_freeze_count()
+if {triton}:
+    sys.modules["triton"] = sys
+"""
+
+
+@pytest.mark.parametrize(("triton", "end"), [(False, "kept"), (True, "collected")])
+def test_what_was_loaded_is_collected_at_the_end_only_where_triton_would_list_it(triton, end):
+    command = [sys.executable, "-c", ENDING.format(triton=triton)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{end}\n"
