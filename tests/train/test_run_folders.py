@@ -143,7 +143,7 @@ def test_commands_go_on_with_the_same_weights_or_say_which_file(data, tmp_path):
         done = train(run, data, alone=alone)
         if done.returncode == 0:
             return "" if tensors(run) == expected else "Traceback: other weights"
-        return done.stderr if done.stderr.startswith("error:") else f"Traceback: {done.stderr}"
+        return done.stderr if "\nerror: " in f"\n{done.stderr}" else f"Traceback: {done.stderr}"
 
     told = []
     for number, (name, fault) in enumerate(cases(pristine)):
