@@ -83,9 +83,17 @@ def no_orphans(run_dir: Path) -> bool:
     return not alive(run_dir)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("after_s", [0, 0.1, 0.3, 0.6, 1.0, 1.5, "the word", "the word and 1.5"])
+MOMENTS = [0, 0.1, 0.3, 0.6, 1.0, 1.5, "the word", "the word and 1.5"]
+STOPS = [
+    # Each moment with each number of processes; the other signal of each pair is for `make proof`.
+    pytest.param(number, nproc, after_s, marks=[pytest.mark.proof] * ((at + nproc + number) % 2))
+    for at, after_s in enumerate(MOMENTS)
+    for nproc in (1, 2)
+    for number in (signal.SIGTERM, signal.SIGINT)
+]
+
+
+@pytest.mark.parametrize(("number", "nproc", "after_s"), STOPS)
 def test_a_stop_at_any_moment_of_a_start_is_a_sentence_and_75(tmp_path, data, number, nproc, after_s):
     run_dir = tmp_path / "run"
     started = Started("train", "tiny", "--data", data, "--run-dir", run_dir, "--nproc", nproc)
