@@ -69,6 +69,14 @@ def test_each_weight_is_updated_once_by_the_sum_and_is_the_same_everywhere(strat
             assert torch.equal(weight.detach(), 1 - 2 * total), name
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_has_one_share_and_nobody_else_has_any(strategy):
+    def work(transport):
+        return len(make(transport, strategy)[1].shares)
+
+    assert run_ranks(3, work) == [3] * 3
+
+
 @pytest.mark.parametrize("strategy", ["central_serial", "central_parallel"])
 def test_central_sums_are_those_of_rank_order_to_the_last_bit(strategy):
     (sums, *_), *_ = step(strategy, 4)
