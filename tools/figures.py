@@ -60,8 +60,9 @@ FACTS: dict[str, tuple[str, ...]] = {
     "docs/prepare.md": (
         "12 MB, offline", "(5 %)", "may take 16 GiB", "sample of 32 MB", "more than 5 %",
         "50 times its size", "1 to 16 MB", "file of 1 GB", "50 MB took", "memory 17 times",
-        "32 MiB: a longer one is rejected; 256 MiB", "32 MiB: the file is refused; a field of more than 16 MiB",
-        "32 MiB and more may take 256 times", "32 MiB or 16 times", "16 GiB, and from 64 MiB on 64 times", "| 256 MiB",
+        "32 MiB: a longer one is rejected; 256 MiB", "32 MiB and more may take 256 times",
+        "32 MiB: the file is refused; a field of more than 16 MiB", "32 MiB or 16 times",
+        "16 GiB, and from 64 MiB on 64 times", "| 256 MiB",
     ),
     "docs/serve.md": ("256 KiB", "10 s for a request", "30 s in which", "(95 %)"),
     "docs/several-machines.md": ("within 30 s",),
