@@ -119,20 +119,29 @@ def test_what_tests_notice_is_killed_and_the_rest_is_named(toy):
     assert "answer" not in better.stdout  # what was killed is not tried again
 
 
-def test_a_part_of_a_run_is_recorded_and_a_result_goes_with_its_file(toy):
+def test_a_part_of_a_run_is_recorded_and_a_result_goes_with_its_function_and_its_test(toy):
     """Also what is judged counts alone, and what was not asked for stays."""
-    (toy / "src/toy/more.py").write_text("def half(a: int) -> int:\n    return a // 2\n")
-    (toy / "tests/test_more.py").write_text(
-        "from toy import more\n\n\ndef test_half():\n    assert more.half(8) == 4\n"
-    )
+    code, test = toy / "src/toy/more.py", toy / "tests/test_more.py"
+    code.write_text("def half(a: int) -> int:\n    return a // 2\n")
+    test.write_text("from toy import more\n\n\ndef test_half():\n    assert more.half(8) == 4\n")
     assert run(toy, "--only", "more").returncode == 0
     first = record_of(toy)
     counts = first["groups"]["toy"]
     assert not first["complete"]
     assert (counts["judged"], counts["killed"], counts["share"]) == (2, 2, 1.0)
     assert counts["mutations"] > 2
-    (toy / "src/toy/more.py").write_text("def half(a: int) -> int:\n    return a // 2  # even\n")
-    assert run(toy, "--survivors").stdout.startswith("toy: 0 killed of 0 judged")
+
+    def judged() -> str:
+        return run(toy, "--survivors").stdout.partition(" judged")[0]
+
+    code.write_text("class Other:\n    pass\n\n\ndef half(a: int) -> int:\n    return a // 2  # even\n")
+    assert judged() == "toy: 2 killed of 2"
+    kept = test.read_text()
+    test.write_text(kept.replace("== 4", "> 0"))
+    assert judged() == "toy: 0 killed of 0"
+    test.write_text(kept)
+    code.write_text("def half(a: int) -> int:\n    return int(a // 2)\n")
+    assert judged() == "toy: 0 killed of 0"
 
 
 def test_words_types_and_invariants_are_not_mutated():

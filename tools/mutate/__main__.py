@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.mutate import judge
-from tools.mutate.rules import Mutation, mutations, sample
+from tools.mutate.rules import Mutation, digest_part, mutations, sample
 from tools.mutate.touched import Map, Touches, digest, read_map, write_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,9 @@ class Run:
             raise SystemExit(f"error: no mutation: --only takes parts of paths, or {', '.join(self.groups)}")
         held = json.loads(self.record.read_text())["results"] if self.record.exists() else {}
         self.results: dict[str, dict[str, Any]] = {
-            key: result for key, result in held.items() if result["source"] == self._digest_of(key)
+            key: result
+            for key, result in held.items()
+            if (result["source"], result["by"]) == self._digests_of(key, result["test"])
         }
         self.kills = Counter(result["test"] for result in self.results.values() if result["test"])
         self.touches = Touches({}, self.place.source)
@@ -78,9 +80,15 @@ class Run:
             return list(drawn)
         return [mutation for mutation in drawn if any(part in mutation.path for part in parts)]
 
-    def _digest_of(self, key: str) -> str:
-        """Digest the file of a mutation: a result holds as long as it stays."""
-        return digest(self.sources.get(key.partition(":")[0], b""))
+    def _digests_of(self, key: str, test: str) -> tuple[str, str]:
+        """Digest the functions of a mutation and of the test that killed it; with either a result lapses."""
+        path, where, _ = key.split(":", 2)
+        file, _, name = test.partition("::")
+        by = self.place.root / file
+        tested = (
+            digest_part(by.read_bytes(), name.partition("[")[0].replace("::", ".")) if by.is_file() else ""
+        )
+        return digest_part(self.sources.get(path, b""), where), tested
 
     def test_files(self, group: str) -> list[str]:
         """Return the test files of a group, or those of them that were asked for."""
@@ -155,7 +163,8 @@ class Run:
                 say(f"[{group} {total - len(due) - len(running):2}/{total}] {line_of(mutation, verdict)}")
 
     def _keep(self, mutation: Mutation, verdict: judge.Verdict, tests: Tests) -> None:
-        result = {"source": self._digest_of(mutation.key), **vars(verdict)}
+        source, by = self._digests_of(mutation.key, verdict.test)
+        result = {"source": source, "by": by, **vars(verdict)}
         if verdict.status == "survived":
             result["tests_digest"] = self._tests_digest(tests)
         self.results[mutation.key] = result

@@ -67,6 +67,21 @@ def mutations(path: str, source: bytes) -> list[Mutation]:
     return found
 
 
+def digest_part(source: bytes, where: str) -> str:
+    """Digest the code of a function by its qualified name; all of the file where it holds none of that name.
+
+    Comments and blank lines do not count.
+    """
+    part: ast.AST = ast.parse(source)
+    for name in filter(None, where.split(".")):
+        named = [node for node in ast.walk(part) if getattr(node, "name", None) == name and node is not part]
+        if not named:
+            part = ast.parse(source)
+            break
+        part = named[0]
+    return hashlib.sha256(ast.dump(part).encode()).hexdigest()[:16]
+
+
 def sample(candidates: Sequence[Mutation], count: int, seed: int = 0) -> list[Mutation]:
     """Draw mutations: each file's share by what there is, rules in turn, by digest."""
     files: dict[str, list[Mutation]] = defaultdict(list)
