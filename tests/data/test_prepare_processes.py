@@ -89,7 +89,9 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
     assert content(tmp_path / "d") == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGTERM, signal.SIGHUP]
+)
 def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole, tmp_path, number):
     output = tmp_path / "d"
     process = start(corpus, output)

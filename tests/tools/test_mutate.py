@@ -95,6 +95,7 @@ def record_of(toy):
     return json.loads((toy / "benchmarks/records/mutate.json").read_text())
 
 
+@pytest.mark.proof
 def test_what_tests_notice_is_killed_and_the_rest_is_named(toy):
     done = run(toy, "--patience", "5")
     record = record_of(toy)
