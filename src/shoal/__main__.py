@@ -15,9 +15,11 @@ def main() -> None:
         from shoal.cli import main as run
 
         run()
-    except Stopped as stopped:
-        print(f"stopped by {stopped}", file=sys.stderr)
-        sys.exit(128 + signal.Signals[str(stopped)])
+    except BaseException as ended:
+        if not Stopped.by or (isinstance(ended, SystemExit) and not ended.code):
+            raise
+        print(f"stopped by {Stopped.by}", file=sys.stderr)
+        sys.exit(128 + signal.Signals[Stopped.by])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_a_survivor_that_does_not_handle_sigterm_is_killed_soon_and_waited_for()
     assert 1 < waits[0] <= 5, waits
     assert waits[1] > 25, waits  # after SIGKILL
     assert time.monotonic() - began < 25
+    assert workers.killed == {0}
 
 
 def test_a_stop_that_ended_ranks_says_what_is_true_after_hours_too(tmp_path, capsys, caplog):

@@ -133,7 +133,12 @@ class _Agent(LocalElasticAgent):
         ):
             result = RunResult(WorkerState.FAILED)  # the workers here hang, or end with those of another host
         if result.is_failed():
-            self._on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
+            killed = {worker_group.workers[local].global_rank for local in self._pcontext.killed}
+            # A rank that the launcher itself killed is no cause: as if it had left when it was asked to.
+            codes = {
+                rank: -signal.SIGTERM if rank in killed else f.exitcode for rank, f in result.failures.items()
+            }
+            self._on_failure(codes)
         return result
 
     def _exit_barrier(self) -> None:
@@ -177,6 +182,8 @@ class _Agent(LocalElasticAgent):
 class _Workers(SubprocessContext):
     """The workers of one attempt, forked where torch's own would start a Python for each."""
 
+    killed: frozenset[int] = frozenset()  # local ranks that did not end when they were asked to
+
     def __init__(self, group: WorkerGroup, attempt: int) -> None:
         envs = {
             worker.local_rank: {
@@ -210,6 +217,8 @@ class _Workers(SubprocessContext):
         for handler in self.subprocess_handlers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 handler.proc.wait(max(0.0, end - time.monotonic()))
+        late = (rank for rank, handler in self.subprocess_handlers.items() if handler.proc.poll() is None)
+        self.killed = self.killed | frozenset(late)
         super()._close(signal.SIGKILL, timeout)  # a GPU's memory may take long to be given back
 
 

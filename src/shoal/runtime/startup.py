@@ -26,6 +26,8 @@ class Stopped(KeyboardInterrupt):
     itself by SIGINT in the end, whatever status was given.
     """
 
+    by = ""  # its name, once it was raised: a library that is being loaded may swallow it, and fail later
+
 
 def hear_stops() -> None:
     """Install the handlers that stand until a command has its own, except where a signal is ignored."""
@@ -43,7 +45,8 @@ def say_start(what: str = "") -> None:
 
     seat = read_seat()
     if "torch" not in sys.modules and not _is_launched() and (seat is None or seat.rank == 0):
-        print(f"{what}loading torch …", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{what}loading torch …\n")  # in one piece, whatever signal comes
+        sys.stderr.flush()
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -59,6 +62,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_STOPPED)
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)  # once more ends it
+    Stopped.by = name
     raise Stopped(name)
 
 
