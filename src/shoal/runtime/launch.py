@@ -119,9 +119,10 @@ class _Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in worker_group.workers]
         for rank in ranks:
             ring_path(self._run_dir, rank).unlink(missing_ok=True)  # of an earlier start
-        self._pcontext = _Workers(worker_group, worker_group.spec.max_restarts - self._remaining_restarts)
-        self._pcontext.start()
-        self._pids = self._pcontext.pids()
+        self._attempt = _Workers(worker_group, worker_group.spec.max_restarts - self._remaining_restarts)
+        self._pcontext = self._attempt
+        self._attempt.start()
+        self._pids = self._attempt.pids()
         hosts = self._rendezvous_of_hosts
         self._watch = Watch(self._run_dir, ranks, self._hang_s, hosts.own_host, hosts.share)
         return self._pids
@@ -133,7 +134,7 @@ class _Agent(LocalElasticAgent):
         ):
             result = RunResult(WorkerState.FAILED)  # the workers here hang, or end with those of another host
         if result.is_failed():
-            killed = {worker_group.workers[local].global_rank for local in self._pcontext.killed}
+            killed = {worker_group.workers[local].global_rank for local in self._attempt.killed}
             # A rank that the launcher itself killed is no cause: as if it had left when it was asked to.
             codes = {
                 rank: -signal.SIGTERM if rank in killed else f.exitcode for rank, f in result.failures.items()
