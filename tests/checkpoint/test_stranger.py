@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import _codecs
 import contextlib
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shoal.checkpoint.commands import list_checkpoints, verify_checkpoints
 from shoal.checkpoint.manifest import MANIFEST, read_state, resolve_checkpoint
+from shoal.checkpoint.pickles import read_pickle
 from shoal.checkpoint.tensors import load_weights
-from shoal.errors import ShoalError
+from shoal.errors import CheckpointError, ShoalError
 from shoal.infer.load import load_text_model
 from tests.checkpoint.damage import files_of, forge_manifest
 from tests.checkpoint.ranks import load_latest
@@ -123,3 +127,30 @@ def use_for_training(folder: Path) -> None:
     """Resume from whatever is there."""
     with contextlib.suppress(ShoalError, AssertionError):  # refused, or other numbers than ours
         load_latest(folder)
+
+
+class _Hex:
+    """Pickled as a call that doubles a text."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __reduce__(self):
+        return _codecs.encode, (self.inner, "hex")
+
+
+def test_a_pickle_that_encodes_a_text_again_and_again_is_refused(tmp_path):
+    inner = b"ab"
+    for _ in range(28):
+        inner = _Hex(inner)
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({"model": inner}, 2))
+        archive.writestr("a/version", "3")
+    with pytest.raises(CheckpointError, match="encodes text in a way that no"):
+        read_pickle(tmp_path / "model.pt")
+
+
+def test_what_numpy_saves_in_a_pickle_is_read(tmp_path):
+    state = {"scalar": np.float64(2.5), "random": np.random.RandomState(1).get_state()}
+    torch.save(state, tmp_path / "model.pt")
+    assert list(read_pickle(tmp_path / "model.pt")) == ["scalar", "random"]

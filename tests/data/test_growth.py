@@ -46,3 +46,18 @@ def test_a_rule_that_makes_more_than_256_characters_of_one_is_refused(part, rule
     else:
         with pytest.raises(DataError, match=f"tokenizer here: its {part} makes {growth} characters of one"):
             refuse_growth(spec, "here")
+
+
+@pytest.mark.parametrize(
+    ("part", "inner", "rule"),
+    [
+        ("pre_tokenizer", "pretokenizers", {"type": "ByteLevel"}),
+        ("normalizer", "normalizers", {"type": "ByteLevel"}),
+        ("decoder", "decoders", {"type": "BPEDecoder", "suffix": ""}),
+        ("decoder", "decoders", {"type": "CTC", "word_delimiter_token": ""}),
+    ],
+)
+def test_rules_that_double_a_text_may_not_be_chained(part, inner, rule):
+    refuse_growth({part: rule, "model": {}}, "once")
+    with pytest.raises(DataError, match=f"its {part} makes"):
+        refuse_growth({part: {"type": "Sequence", inner: [rule] * 24}, "model": {}}, "chained")

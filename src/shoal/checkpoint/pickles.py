@@ -147,4 +147,9 @@ def _make(name: str, argument: Any, taken: list[_Made], path: Path) -> _Made:
                 f"{path} asks for {asked[:100]}: refused, as tensors, containers and numbers need none of it",
                 hint="do not load it with another program either, unless you know who made it",
             )
+        return _Made(nodes + 1, asked)
+    if name == "REDUCE" and taken[0].text == "_codecs.encode" and taken[1].text != "latin1":
+        raise CheckpointError(f"{path} encodes text in a way that no torch.save does: refused")
+    if name.startswith("TUPLE") and taken:
+        return _Made(nodes + 1, taken[-1].text)
     return _Made(nodes + 1, argument if isinstance(argument, str) else "")

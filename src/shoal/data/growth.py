@@ -12,6 +12,7 @@ _MAX_GROWTH = 256.0  # characters made of one, by rules that replace text; ALBER
 _MAX_ADDED = 1 << 10  # characters put before a text, or into a word
 _MAX_TOKEN = 1 << 16  # characters of one token: a longer one makes a long text of few ids
 _MAX_WORD = 1 << 14  # characters of a word that WordPiece looks through again and again
+_LISTS = ("normalizers", "pretokenizers", "decoders")
 _UNICODE = {"NFKC": 18.0, "NFKD": 18.0, "NFC": 3.0, "NFD": 4.0, "Lowercase": 3.0, "BertNormalizer": 12.0}
 
 
@@ -21,7 +22,7 @@ def refuse_growth(spec: dict[str, Any], where: str) -> None:
     Each rule is looked at alone, at its worst; a chain multiplies. Unicode's own forms count only in a chain
     that replaces text by longer text: by themselves they do not grow again and again.
     """
-    for part in ("normalizer", "decoder"):
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
         replaced, forms = _growth(spec.get(part))
         growth = replaced * forms if replaced > 1 else 1.0
         if not growth <= _MAX_GROWTH:
@@ -46,7 +47,9 @@ def _growth(rule: Any) -> tuple[float, float]:
     if not isinstance(rule, dict):
         return 1.0, 1.0
     replaced, forms = 1.0, _UNICODE.get(str(rule.get("type")), 1.0)
-    for inner in (*_list(rule.get("normalizers")), *_list(rule.get("decoders"))):
+    if rule.get("type") == "ByteLevel" or "" in (rule.get("suffix"), rule.get("word_delimiter_token")):
+        replaced = 2.0  # a character for each byte; a blank beside each character
+    for inner in (part for name in _LISTS for part in _list(rule.get(name))):
         more, other = _growth(inner)
         replaced, forms = replaced * more, forms * other
     if rule.get("type") == "Replace":
