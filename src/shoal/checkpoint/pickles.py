@@ -11,6 +11,8 @@ import io
 import pickletools
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +22,7 @@ import torch
 from shoal.errors import CheckpointError
 
 _MAX_BYTES = 64 << 20  # of the structure, without its tensors
-_MAX_OPERATIONS = 500_000  # a model of 1,000 tensors with its optimiser takes 100,000
+_MAX_OPERATIONS = 250_000  # a model of 1,000 tensors with its optimiser takes 100,000
 _MAX_NODES = 10_000_000  # of the structure, written out without references
 _LEGACY_PICKLES = 5  # magic number, protocol, machine, content, keys of the storages; see torch.serialization
 _TORCH = re.compile(
@@ -62,13 +64,26 @@ def read_pickle(path: Path) -> Any:
             is_zip = file.read(4) == b"PK\x03\x04"  # as torch tells them apart
             file.seek(0)
             _inspect_zip(file, path) if is_zip else _inspect_legacy(file, path)
-        with torch.serialization.safe_globals([(_Inert, name) for name in _INERT]):
+        with _inert():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a strange file makes the reader stumble over
         kind = type(error).__name__
         raise CheckpointError(f"{path} is no file of torch.save, or damaged ({kind})") from error
+
+
+@contextmanager
+def _inert() -> Iterator[None]:
+    """Let torch's restricted reader make inert objects, and nothing that another library has allowed it to."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([(_Inert, name) for name in _INERT])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _inspect_zip(file: BinaryIO, path: Path) -> None:
