@@ -75,7 +75,7 @@ def read_pickle(path: Path) -> Any:
 
 @contextmanager
 def _inert() -> Iterator[None]:
-    """Let torch's restricted reader make inert objects, and nothing that another library has allowed it to."""
+    """Let torch's restricted reader make inert objects, and nothing that another library allowed."""
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(_Inert, name) for name in _INERT])
