@@ -140,7 +140,10 @@ def contents(folder: Path) -> dict[str, Path]:
     }
     for name, changes in odd.items():
         torch.save(nanogpt(**changes), folder / f"{name}.pt")
-    return {name: folder / f"{name}.pt" for name in odd}
+    thin = nanogpt(n_layer=1_000_000, n_embd=1, n_head=1)
+    thin["model"]["transformer.wide"] = torch.zeros(1 << 24)  # more numbers than all the layers have
+    torch.save(thin, folder / "thin layers.pt")
+    return {name: folder / f"{name}.pt" for name in (*odd, "thin layers")}
 
 
 def hugging_face(folder: Path) -> dict[str, Path]:
@@ -382,6 +385,7 @@ def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended)
         ("steps that are none", "has iter_num = nan"),
         ("steps below 0", "has iter_num = -1"),
         ("layers", "100000000 layers"),
+        ("thin layers", "fewer tensors than 1000000 layers"),
         ("width", "take more numbers than the files hold"),
         ("positions", "take more numbers than the files hold"),
         ("hf layers", "100000000 layers"),

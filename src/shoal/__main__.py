@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 
-from shoal.runtime.startup import Stopped, hear_stops
+from shoal.runtime.startup import Stopped, install_stop_handlers
 
 
 def main() -> None:
     """Run the `shoal` command; what a stop request interrupts ends with a sentence and 128 + the signal."""
-    hear_stops()
+    install_stop_handlers()
     try:
         from shoal.cli import main as run
 

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from shoal.cli_models import evaluate, export, generate, import_, serve
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 from shoal.runtime.openmp import sleep_sooner
-from shoal.runtime.startup import say_start
+from shoal.runtime.startup import announce_loading
 
 app = App(
     name="shoal",
@@ -349,7 +349,7 @@ def collectives(
     plot
         Draw times over sizes into this PNG.
     """
-    say_start()
+    announce_loading()
     from shoal.bench.collectives import command
 
     return command(nproc, transport, algorithms, sizes, dtype, json, plot)
@@ -406,7 +406,7 @@ def gradsync(
     plot
         Draw loss over seconds a mini-batch, with bytes as area, into this PNG.
     """
-    say_start()
+    announce_loading()
     from shoal.bench.gradsync import Ask, command
 
     ask = Ask(strategies, workers, networks, link, steps, global_batch_size, data, runs)

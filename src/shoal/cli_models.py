@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import InputError
-from shoal.runtime.startup import say_start
+from shoal.runtime.startup import announce_loading
 
 
 def generate(
@@ -63,7 +63,7 @@ def generate(
         Processes that share the model, each with a part of every layer; the checkpoint may have been saved
         under any layout.
     """
-    say_start()
+    announce_loading()
     from shoal.infer.sampling import Sampling
     from shoal.infer.terminal import Wish, run
 
@@ -89,7 +89,7 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     prove
         Load both, compare logits and loss, and write certificate.json; needs memory for two models.
     """
-    say_start()
+    announce_loading()
     from shoal.checkpoint.export import export as write
     from shoal.infer.certificate import certify
 
@@ -134,7 +134,7 @@ def import_(
     eod_id
         Id that ends a document; the tokenizer's, the configuration's, or the last one if left out.
     """
-    say_start()
+    announce_loading()
     from shoal.checkpoint.foreign import Told
     from shoal.checkpoint.importing import Wanted, run
 
@@ -213,7 +213,7 @@ def evaluate(
     json
         Write the figures to this file instead.
     """
-    say_start()
+    announce_loading()
     from shoal.infer.evaluate import Measure, run
 
     wanted = tuple(filter(None, tasks.split(",")))
@@ -265,7 +265,7 @@ def serve(
     device
         auto takes a CUDA device where there is one.
     """
-    say_start()
+    announce_loading()
     try:
         from shoal.infer.serve.server import Address, Limits, read_token, run
     except ModuleNotFoundError as error:

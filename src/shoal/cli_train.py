@@ -14,7 +14,7 @@ from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError, InputError
-from shoal.runtime.startup import say_start
+from shoal.runtime.startup import announce_loading
 
 
 def train(
@@ -130,7 +130,7 @@ def parity(
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
     resolved = load_config(config, _given(settings, data, None, None))
-    say_start()
+    announce_loading()
     from shoal.parity.command import parity as run
 
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
@@ -193,7 +193,7 @@ def advise(
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
     resolved = load_config(source, _given(settings, data, None, None))
-    say_start()
+    announce_loading()
     from shoal.bench.advise import Wish, command
 
     return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
@@ -206,7 +206,7 @@ def _load(workers: int, *, launching: bool) -> None:
     from shoal.runtime.log import quieten_libraries
     from shoal.runtime.seat import read_island, read_seat
 
-    say_start(f"starting {workers} workers, " if workers > 1 else "")
+    announce_loading(f"starting {workers} workers, " if workers > 1 else "")
     gc.disable()  # until all is loaded
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
     island = read_island()

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Reference
+from tokenizers import models, trainers
 
 from shoal.data import tokenizer as tokenizer_module
-from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS, GPT2_PATTERN
+from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS
 from shoal.data.tokenizer import parse_tokenizer
+from tests.data.byte_level import byte_level
 
 BLANKS = [" ", "  ", "    ", "\n", "\n\n", "\n \n", "\t", "\t\t", "\r\n", "\x0b", "\x0c", "\x85"]
 BLANKS += ["\u00a0", "\u1680", "\u2003", "\u2028", "\u3000", "\u200b", "\ufeff"]
@@ -41,14 +41,7 @@ TEXTS = st.lists(st.sampled_from(BLANKS + WORDS) | st.text(max_size=3), max_size
 
 def trained(pattern):
     """Train a BPE whose merges join blanks, words and bytes of characters, as far as the pattern lets it."""
-    built = Reference(models.BPE())
-    if pattern == GPT2_PATTERN:
-        built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        built.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
-    built.decoder = decoders.ByteLevel()
+    built = byte_level(models.BPE(), pattern)
     parts = BLANKS + WORDS
     text = [one + two + three for one in parts for two in parts for three in ("", " ", "a")]
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=sorted(BYTE_OF), show_progress=False)

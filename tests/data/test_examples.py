@@ -1,8 +1,10 @@
 """Labelled examples: what is read, how it is split and kept, and what is refused."""
 
+import errno
 import gzip
 import json
 from io import BytesIO
+from unittest import mock
 from zipfile import ZipFile
 
 import numpy as np
@@ -15,7 +17,7 @@ from shoal.data.loader import Loader
 from shoal.data.prepare import examples
 from shoal.data.prepare.examples import RANDOM, holds_examples, prepare_examples
 from shoal.data.prepare.options import PrepareOptions
-from shoal.errors import DataError, InputError, ShoalError
+from shoal.errors import DataError, InputError, ShoalError, UnreadableError
 from tests.tiny_dataset import random_dataset
 
 
@@ -196,4 +198,17 @@ def test_damage_and_the_wrong_kind_of_data_are_found_on_opening(archive, tmp_pat
     del manifest["digest"]
     (path / "manifest.json").write_text(json.dumps(manifest | {"std": 0}))
     with pytest.raises(ShoalError, match="prepare it again"):
+        open_examples(path)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(archive, tmp_path, monkeypatch):
+    path = tmp_path / "data"
+    prepare(path, archive)
+    with monkeypatch.context() as patch:
+        failing = OSError(errno.EIO, "EIO", str(path / "train.inputs.npy"))
+        patch.setattr(np, "load", mock.Mock(side_effect=failing))
+        with pytest.raises(UnreadableError, match=r"train.inputs.npy cannot be read: .*EIO"):
+            open_examples(path)
+    (path / "train.inputs.npy").unlink()
+    with pytest.raises(DataError, match="prepare it again"):
         open_examples(path)

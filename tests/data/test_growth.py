@@ -29,6 +29,9 @@ def charsmap(length):
     [
         (charsmap(256), None),
         (charsmap(257), "257"),
+        (charsmap(60), None),
+        (chain(charsmap(60), charsmap(2)), "4.1e[+]03"),
+        (chain(*[charsmap(60)] * 500), "inf"),
         (replace(256), None),
         (replace(257), "257"),
         (chain(replace(16), replace(16)), None),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Reference
 
 from shoal.data import tokenizer as tokenizer_module
@@ -18,6 +18,7 @@ from shoal.data.cut import BETWEEN_WORDS, sentencepiece_cut
 from shoal.data.prepare.vocabulary import fixed_tokenizer
 from shoal.data.tokenizer import PIECE_BYTES, bytes_tokenizer_json, load_tokenizer, parse_tokenizer
 from shoal.errors import DataError, ShoalError
+from tests.data.byte_level import byte_level
 
 CHINESE = "敏捷的棕色狐狸跳过了懒狗。人人生而自由,在尊严和权利上一律平等。\n他们赋有理性和良心!"
 EMOJI = "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ☕️ e\u0301 ﷽ 𝔘𝔫𝔦 \u200d\ufeff 🤷🏿‍♀️"
@@ -115,7 +116,7 @@ def test_an_odd_bpe_still_gets_the_references_ids():
     merges = [("a", "b"), ("b", "c"), ("a", "bc")]
     vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab |= {"ab": 256, "bc": 257, "abc": 258}
-    content = byte_level(vocab, merges).to_str()
+    content = gpt2_like(vocab, merges).to_str()
     ours, reference = parse_tokenizer(content.encode(), "odd"), Reference.from_str(content)
     for text in ("abc", "bc abc", "aabcc abcabc", "abc " * 20_000):
         assert ours.encode(text) == reference.encode(text).ids
@@ -126,7 +127,7 @@ def test_words_that_stay_whole_have_the_references_ids_in_texts_of_any_length(to
     """`bcd` is a token that no merge makes: with `ignore_merges` the word is it, else three bytes."""
     vocab = BYTE_OF | {token: 256 + n for n, token in enumerate(tokens)}
     merges = [("a", "b"), ("ab", "c")] if "ab" in tokens else []
-    spec = json.loads(byte_level(vocab, merges).to_str())
+    spec = json.loads(gpt2_like(vocab, merges).to_str())
     for ignore_merges in (True, False):
         spec["model"]["ignore_merges"] = ignore_merges
         content = json.dumps(spec)
@@ -141,15 +142,8 @@ def test_merges_are_recovered_from_ranks(gpt2_folder):
     assert merges_of(tiktoken_ranks(pairs)) == pairs
 
 
-def byte_level(vocab, merges, pattern=None):
-    built = Reference(models.BPE(vocab=vocab, merges=merges))
-    if pattern is None:
-        built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        built.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
-    built.decoder = decoders.ByteLevel()
+def gpt2_like(vocab, merges, pattern=GPT2_PATTERN):
+    built = byte_level(models.BPE(vocab=vocab, merges=merges), pattern)
     built.add_special_tokens(["<|endoftext|>"])
     return built
 
@@ -161,8 +155,7 @@ def byte_level(vocab, merges, pattern=None):
 def cut_tokenizer(request, gpt2_folder):
     """GPT-2's merges under each pattern that we cut."""
     model = json.loads(fixed_tokenizer(str(gpt2_folder)))["model"]
-    pattern = None if request.param == GPT2_PATTERN else request.param
-    built = byte_level(model["vocab"], [tuple(pair) for pair in model["merges"]], pattern)
+    built = gpt2_like(model["vocab"], [tuple(pair) for pair in model["merges"]], request.param)
     return parse_tokenizer(built.to_str().encode(), "cut"), built
 
 
@@ -210,7 +203,7 @@ def test_a_long_text_of_bytes_is_its_bytes():
 )
 def test_a_tokenizer_whose_cuts_are_not_known_is_not_cut(change):
     vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    built = byte_level(vocab, [])
+    built = gpt2_like(vocab, [])
     change(built)
     ours = parse_tokenizer(built.to_str().encode(), "uncut")
     assert ours.cut is None
@@ -252,7 +245,7 @@ def test_padding_truncation_and_begin_tokens_in_a_file_are_left_alone():
 
 def test_dropout_in_a_file_is_left_alone():
     vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ab": 256}
-    built = byte_level(vocab, [("a", "b")])
+    built = gpt2_like(vocab, [("a", "b")])
     built.model.dropout = 0.5
     ours = parse_tokenizer(built.to_str().encode(), "x")
     assert ours.encode("ab" * 200) == [256] * 200

@@ -133,8 +133,8 @@ def test_preparing_that_has_not_begun_ends_with_75(tmp_path, number):
 
 def test_a_signal_that_is_ignored_stays_so():
     script = (
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from shoal.runtime.startup import "
-        "hear_stops; hear_stops(); print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from shoal.runtime import startup; "
+        "startup.install_stop_handlers(); print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

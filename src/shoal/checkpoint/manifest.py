@@ -98,14 +98,13 @@ def committed(folder: Path) -> list[Path]:
 def read_plain_json(path: Path, what: str) -> Any:
     """Read a JSON file that must be an ordinary file: a link or a pipe from a stranger is refused."""
     with reading(path):
-        try:
-            if _is_plain(path):
-                return read_json(path, what)
-        except InputError as error:
-            if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None
-            raise CheckpointError(error.message) from error
-    raise CheckpointError(f"{what} {path} is missing or not an ordinary file")
+        is_plain = _is_plain(path)
+    if not is_plain:
+        raise CheckpointError(f"{what} {path} is missing or not an ordinary file")
+    try:
+        return read_json(path, what)
+    except InputError as error:
+        raise CheckpointError(error.message) from error
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

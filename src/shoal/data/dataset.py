@@ -12,7 +12,7 @@ import xxhash
 from shoal.data.indexed import IndexedReader
 from shoal.data.tokenizer import MAX_VOCAB
 from shoal.errors import DataError, InputError
-from shoal.runtime.files import digest_of, hash_file, read_error, read_json, reading
+from shoal.runtime.files import digest_of, hash_file, read_json, reading
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal-dataset"
@@ -129,8 +129,6 @@ def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
     try:
         manifest = read_json(path / MANIFEST, "dataset manifest")
     except InputError as error:
-        if isinstance(error.__cause__, OSError):
-            raise read_error(error.__cause__, path / MANIFEST) from error
         raise DataError(error.message, hint=_REMAKE) from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != format and (held := _CONTENTS.get(str(found))):

@@ -6,6 +6,7 @@ standardised when they are used.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +125,9 @@ def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> Pair:
         file = path / f"{name}.{kind}.npy"
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except PermissionError as error:
-            raise read_error(error, file) from error
         except Exception as error:  # numpy parses the header as Python does, with errors of all kinds
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+                raise read_error(error, file) from error
             raise DataError(f"{file} cannot be read: {error}", hint=_REMAKE) from error
         if (array.dtype.name, array.shape) != (dtype, shape):
             raise DataError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import DataError
 
 _MAX_GROWTH = 256.0  # characters made of one, by rules that replace text; ALBERT's may make 108
+_MAX_FORM = 64.0  # bytes of a text in SentencePiece's table, where there is one; Unicode's longest has 33
 _MAX_ADDED = 1 << 10  # characters put before a text, or into a word
 _MAX_TOKEN = 1 << 16  # characters of one token: a longer one makes a long text of few ids
 _MAX_WORD = 1 << 14  # characters of a word that WordPiece looks through again and again
@@ -23,7 +26,11 @@ def refuse_growth(spec: dict[str, Any], where: str) -> None:
     that replaces text by longer text: by themselves they do not grow again and again.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        replaced, forms = _growth(spec.get(part))
+        rules = list(_rules(spec.get(part)))
+        replaced = math.prod(map(_replaced, rules))
+        tables = [_MAX_FORM for rule in rules if rule.get("type") == "Precompiled"]
+        replaced *= math.prod(tables) if len(tables) > 1 else 1.0
+        forms = math.prod(_UNICODE.get(str(rule.get("type")), 1.0) for rule in rules)
         growth = replaced * forms if replaced > 1 else 1.0
         if not growth <= _MAX_GROWTH:
             raise DataError(
@@ -42,27 +49,32 @@ def refuse_growth(spec: dict[str, Any], where: str) -> None:
         raise DataError(f"tokenizer {where}: model.max_input_chars_per_word is {word}, above {_MAX_WORD}")
 
 
-def _growth(rule: Any) -> tuple[float, float]:
-    """Return how many characters a rule makes of one, at most: by replacing, and by Unicode's forms."""
-    if not isinstance(rule, dict):
-        return 1.0, 1.0
-    replaced, forms = 1.0, _UNICODE.get(str(rule.get("type")), 1.0)
-    if rule.get("type") == "ByteLevel" or "" in (rule.get("suffix"), rule.get("word_delimiter_token")):
-        replaced = 2.0  # a character for each byte; a blank beside each character
-    for inner in (part for name in _LISTS for part in _list(rule.get(name))):
-        more, other = _growth(inner)
-        replaced, forms = replaced * more, forms * other
-    if rule.get("type") == "Replace":
+def _rules(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield a rule, and those that it is made of."""
+    waiting = [part]
+    while waiting:
+        rule = waiting.pop()
+        if isinstance(rule, dict):
+            yield rule
+            waiting += [inner for name in _LISTS for inner in _list(rule.get(name))]
+
+
+def _replaced(rule: dict[str, Any]) -> float:
+    """Return how many characters a rule makes of one at most, but for Unicode's forms."""
+    kind = rule.get("type")
+    if kind == "Replace":
         pattern = rule.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else None
         content = len(str(rule.get("content", "")))
         # An expression may match the empty text between characters.
-        replaced *= max(1.0, content / len(text)) if isinstance(text, str) and text else 1.0 + content
-    if rule.get("type") == "Prepend":
-        replaced *= 1.0 + len(str(rule.get("prepend", ""))) / _MAX_ADDED * _MAX_GROWTH
-    if rule.get("type") == "Precompiled":
-        replaced *= _of_charsmap(rule.get("precompiled_charsmap"))
-    return replaced, forms
+        return max(1.0, content / len(text)) if isinstance(text, str) and text else 1.0 + content
+    if kind == "Prepend":
+        return 1.0 + len(str(rule.get("prepend", ""))) / _MAX_ADDED * _MAX_GROWTH
+    if kind == "Precompiled":
+        return _of_charsmap(rule.get("precompiled_charsmap"))
+    if kind == "ByteLevel" or "" in (rule.get("suffix"), rule.get("word_delimiter_token")):
+        return 2.0  # a character for each byte; a blank beside each character
+    return 1.0
 
 
 def _of_charsmap(content: Any) -> float:
@@ -73,7 +85,7 @@ def _of_charsmap(content: Any) -> float:
         return 1.0  # the library says what is wrong with it
     texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
     longest = max(map(len, texts))
-    return 1.0 if longest <= 64 else float(longest)  # in bytes: Unicode's longest form has 33
+    return 1.0 if longest <= _MAX_FORM else float(longest)
 
 
 def _list(value: Any) -> list[Any]:

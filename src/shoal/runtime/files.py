@@ -167,15 +167,17 @@ def append_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Read one JSON file of bounded size; `what` names it in the error ("dataset manifest")."""
+    """Read one JSON file of bounded size; `what` names it in the error ("dataset manifest").
+
+    What is no JSON is an InputError, a file that cannot be read an UnreadableError.
+    """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise InputError(
-                f"{what} {path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of Shoal's"
-            )
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
+        with reading(path):
+            if path.stat().st_size > MAX_JSON_BYTES:
+                raise InputError(
+                    f"{what} {path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of Shoal's"
+                )
+            return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{what} {path} is not valid JSON: {error}") from error
 

@@ -13,7 +13,7 @@ LAUNCHED = "SHOAL_LAUNCHED"  # the launcher's process id, in the environment of 
 ISLAND = "SHOAL_ISLAND"  # the variable by which a replica that is a world of its own is told its place
 # By which a stop is asked for. A whole process group or job step may get them; its launcher passes them on.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RESUMED = {
+_WHEN_STOPPED = {
     "train": "stopped before the first step; nothing to save",
     "prepare": "stopped before anything was done; run the same command again",
 }
@@ -29,14 +29,14 @@ class Stopped(KeyboardInterrupt):
     by = ""  # its name, once it was raised: a library that is being loaded may swallow it, and fail later
 
 
-def hear_stops() -> None:
+def install_stop_handlers() -> None:
     """Install the handlers that stand until a command has its own, except where a signal is ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
 
 
-def say_start(what: str = "") -> None:
+def announce_loading(what: str = "") -> None:
     """Tell on stderr that torch is loaded now, which takes seconds; quiet where it is there already.
 
     Launched workers, and ranks other than 0, are quiet, too.
@@ -57,7 +57,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     if _is_launched():
         os._exit(128 + signal.SIGTERM)  # its launcher tells the user
     name = signal.Signals(number).name
-    if sentence := _RESUMED.get("".join(sys.argv[1:2])):
+    if sentence := _WHEN_STOPPED.get("".join(sys.argv[1:2])):
         os.write(2, f"\n{name}: {sentence}\n".encode())
         os._exit(EXIT_STOPPED)
     for each in SIGNALS:
