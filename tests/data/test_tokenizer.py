@@ -148,6 +148,15 @@ def gpt2_like(vocab, merges, pattern=GPT2_PATTERN):
     return built
 
 
+def test_the_alphabet_of_bytes_is_that_of_the_library():
+    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTE_OF.values()) == list(range(256))
+    to_library = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for byte in range(128):
+        [(char, _)] = to_library.pre_tokenize_str(chr(byte))
+        assert BYTE_OF[char] == byte
+
+
 # --- long texts ---
 
 
