@@ -13,6 +13,7 @@ def test_it(pool):
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORKERS = 8
-PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"]
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "shoal.train.job"]
 GRACE_S = 15.0  # what the peers of a failed rank get to notice it, before they are replaced
 
 
@@ -140,6 +141,7 @@ def _answer(worker: Worker) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection, port: int, stacks: str) -> None:
     """Run jobs until the parent goes; one torch thread."""
+    gc.freeze()  # what was imported is no garbage, and takes long to look through
     import torch
     from torch.distributed import TCPStore
 

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from shoal.cli_models import evaluate, export, generate, import_, serve
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 from shoal.runtime.openmp import sleep_sooner
-from shoal.runtime.startup import announce_loading
+from shoal.runtime.startup import loading
 
 app = App(
     name="shoal",
@@ -349,8 +349,8 @@ def collectives(
     plot
         Draw times over sizes into this PNG.
     """
-    announce_loading()
-    from shoal.bench.collectives import command
+    with loading():
+        from shoal.bench.collectives import command
 
     return command(nproc, transport, algorithms, sizes, dtype, json, plot)
 
@@ -406,8 +406,8 @@ def gradsync(
     plot
         Draw loss over seconds a mini-batch, with bytes as area, into this PNG.
     """
-    announce_loading()
-    from shoal.bench.gradsync import Ask, command
+    with loading():
+        from shoal.bench.gradsync import Ask, command
 
     ask = Ask(strategies, workers, networks, link, steps, global_batch_size, data, runs)
     return command(ask, output, plot)

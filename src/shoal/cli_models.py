@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import InputError
-from shoal.runtime.startup import announce_loading
+from shoal.runtime.startup import loading
 
 
 def generate(
@@ -63,9 +63,9 @@ def generate(
         Processes that share the model, each with a part of every layer; the checkpoint may have been saved
         under any layout.
     """
-    announce_loading()
-    from shoal.infer.sampling import Sampling
-    from shoal.infer.terminal import Wish, run
+    with loading():
+        from shoal.infer.sampling import Sampling
+        from shoal.infer.terminal import Wish, run
 
     sampling = Sampling(greedy, temperature, top_k, top_p, seed)
     if tp < 1:
@@ -89,9 +89,9 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     prove
         Load both, compare logits and loss, and write certificate.json; needs memory for two models.
     """
-    announce_loading()
-    from shoal.checkpoint.export import export as write
-    from shoal.infer.certificate import certify
+    with loading():
+        from shoal.checkpoint.export import export as write
+        from shoal.infer.certificate import certify
 
     source = write(checkpoint, target)
     proven = prove and certify(source, target)
@@ -134,9 +134,9 @@ def import_(
     eod_id
         Id that ends a document; the tokenizer's, the configuration's, or the last one if left out.
     """
-    announce_loading()
-    from shoal.checkpoint.foreign import Told
-    from shoal.checkpoint.importing import Wanted, run
+    with loading():
+        from shoal.checkpoint.foreign import Told
+        from shoal.checkpoint.importing import Wanted, run
 
     run(source, target, Wanted(Told(n_heads, vocab_size, iteration), tokenizer, eod_id))
 
@@ -213,8 +213,8 @@ def evaluate(
     json
         Write the figures to this file instead.
     """
-    announce_loading()
-    from shoal.infer.evaluate import Measure, run
+    with loading():
+        from shoal.infer.evaluate import Measure, run
 
     wanted = tuple(filter(None, tasks.split(",")))
     windows = (allow_tokenizer_mismatch, split, seq_len, stride, batch_size)
@@ -265,9 +265,9 @@ def serve(
     device
         auto takes a CUDA device where there is one.
     """
-    announce_loading()
     try:
-        from shoal.infer.serve.server import Address, Limits, read_token, run
+        with loading():
+            from shoal.infer.serve.server import Address, Limits, read_token, run
     except ModuleNotFoundError as error:
         raise InputError(f"`shoal serve` needs {error.name}", hint="pip install 'shoal[serve]'") from error
 

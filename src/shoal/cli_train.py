@@ -14,7 +14,7 @@ from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError, InputError
-from shoal.runtime.startup import announce_loading
+from shoal.runtime.startup import announce_loading, loading
 
 
 def train(
@@ -130,8 +130,8 @@ def parity(
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
     resolved = load_config(config, _given(settings, data, None, None))
-    announce_loading()
-    from shoal.parity.command import parity as run
+    with loading():
+        from shoal.parity.command import parity as run
 
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
 
@@ -193,8 +193,8 @@ def advise(
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
     resolved = load_config(source, _given(settings, data, None, None))
-    announce_loading()
-    from shoal.bench.advise import Wish, command
+    with loading():
+        from shoal.bench.advise import Wish, command
 
     return command(resolved, Wish(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 

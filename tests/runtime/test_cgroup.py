@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.doctor import machine
-from shoal.runtime import cgroup, device
+from shoal.runtime import cgroup, device, memory
 
 NO_LIMIT = str(2**63 - 4096)  # in v1's words
 GB = 10**9
@@ -101,3 +102,9 @@ def test_the_doctor_reads_the_limit_of_the_groups(monkeypatch):
     monkeypatch.setattr(machine, "memory_limit", lambda: 2 * GB)
     found = machine.check_memory(total=64 * GB, available=60 * GB)
     assert (found.status, "limited to 2.0 GB by the cgroup" in found.fact) == ("warning", True)
+
+
+def test_new_tensors_get_no_more_than_a_container_has(monkeypatch):
+    there = memory.free_memory(torch.device("cpu"))
+    monkeypatch.setattr(memory, "memory_limit", lambda: there // 8)
+    assert memory.free_memory(torch.device("cpu")) == there // 8

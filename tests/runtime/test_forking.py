@@ -121,10 +121,10 @@ def test_the_process_that_ranks_are_forked_from_does_not_touch_a_gpu():
 
 ENDING = """
 import atexit, gc, sys
-from shoal.runtime import forking
+from shoal.runtime import startup
 
 atexit.register(lambda: print("kept" if gc.get_freeze_count() else "collected"))  # runs last
-forking.all_is_loaded()
+startup.all_is_loaded()
 assert gc.get_freeze_count()
 if {triton}:
     sys.modules["triton"] = sys

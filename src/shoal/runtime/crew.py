@@ -34,6 +34,7 @@ from shoal.runtime.log import quieten_libraries
 from shoal.runtime.network import choose_interface
 from shoal.runtime.process import leave, take_seat
 from shoal.runtime.seat import Seat
+from shoal.runtime.startup import all_is_loaded
 
 _START_LIMIT_S = 120.0
 _GRACE_S = 5.0  # what the others get to say after a rank has failed
@@ -183,6 +184,7 @@ def _serve(pipe: Connection, port: int, runtime: Runtime) -> None:
     quieten_libraries()
     choose_interface("127.0.0.1", across_hosts=False)
     torch.set_num_interop_threads(1)
+    all_is_loaded()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     pipe.send(("ready", None))
     while True:

@@ -8,7 +8,6 @@ Where this is unsafe (macOS), or the server is gone, a new Python is started.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from shoal.errors import EXIT_FAILED
-from shoal.runtime.startup import SIGNALS
+from shoal.runtime.startup import SIGNALS, all_is_loaded
 
 # What a rank needs, and what the launcher of an island does.
 PRELOADED = ("shoal.cli", "shoal.cli_train", "shoal.train.worker", "shoal.runtime.launch")
@@ -130,23 +129,6 @@ def _be_shoal(
     except Exception:
         sys.excepthook(*sys.exc_info())  # without the frames that the server was forked from
     raise SystemExit(EXIT_FAILED)
-
-
-def all_is_loaded() -> None:
-    """Leave the million objects of imported modules to the end: no garbage collection looks at them again.
-
-    A quarter of a short run's processor time was such looking, while it loaded and when it ended. Before the
-    imports: gc.disable().
-    """
-    gc.freeze()
-    gc.enable()
-    atexit.register(_unfreeze)
-
-
-def _unfreeze() -> None:
-    """Have them collected when Python ends, if triton is loaded: 3.9 prints what is left."""
-    if "triton" in sys.modules:
-        gc.unfreeze()
 
 
 def start(

@@ -28,7 +28,7 @@ from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.rendezvous import RUN_AGAIN, Place, connect, open_store
 from shoal.runtime.seat import Island, island_folder
-from shoal.runtime.startup import ISLAND, SIGNALS
+from shoal.runtime.startup import ISLAND, SIGNALS, all_is_loaded
 from shoal.runtime.stop import STARTED
 
 LOST_S = 10.0  # silence after which an island is left out
@@ -93,7 +93,7 @@ class Archipelago:
     def run(self) -> int:
         """Start all, start again what is lost, and return shoal's exit status when all have ended."""
         quieten_libraries()
-        forking.all_is_loaded()
+        all_is_loaded()
         log.info(
             f"{self._replicas} replicas of {self._size} process(es) meet at {self._address}:"
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "

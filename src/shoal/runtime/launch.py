@@ -24,7 +24,7 @@ from shoal.runtime.log import log, quieten_libraries
 from shoal.runtime.postmortem import conclude
 from shoal.runtime.rendezvous import Place, Rendezvous
 from shoal.runtime.ring import ring_path
-from shoal.runtime.startup import LAUNCHED, SIGNALS
+from shoal.runtime.startup import LAUNCHED, SIGNALS, all_is_loaded
 from shoal.runtime.stop import STARTED, stop_marker, stopped_marker
 from shoal.runtime.watch import Watch, heard, told
 
@@ -57,7 +57,7 @@ def launch(
     the workers of other hosts, whose launchers meet there too.
     """
     quieten_libraries()
-    forking.all_is_loaded()
+    all_is_loaded()
     for marker in (stop_marker(run_dir), stopped_marker(run_dir)):
         marker.unlink(missing_ok=True)
     stop_marker(run_dir).parent.mkdir(parents=True, exist_ok=True)

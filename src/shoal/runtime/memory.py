@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shoal.runtime.allocator import available_memory
+from shoal.runtime.cgroup import memory_limit
 from shoal.runtime.device import Device
 
 
@@ -23,8 +25,10 @@ class MemoryUse:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that new tensors could take on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    """Return the bytes that new tensors could take on a device; a container's limit counts."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(available_memory(), memory_limit() or sys.maxsize)
 
 
 def memory_use(device: Device) -> MemoryUse:

@@ -16,12 +16,12 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, Shoal
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
-from shoal.runtime.forking import all_is_loaded
 from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
 from shoal.runtime.run_folder import in_sentences
 from shoal.runtime.seat import Seat, read_seat
+from shoal.runtime.startup import all_is_loaded
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.runtime.watch import limit_s, watch_from_within
 from shoal.tasks.choose import open_task
