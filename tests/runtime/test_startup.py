@@ -121,6 +121,47 @@ def test_a_command_with_nothing_to_resume_says_which_signal_stopped_it(tmp_path,
     assert (ended, said.removeprefix("loading torch …\n")) == (status, f"stopped by {number.name}\n")
 
 
+LAUNCHING = """
+import os, signal, sys
+from shoal.runtime import startup
+
+startup.install_stop_handlers()
+sys.argv = ["shoal", "train"]
+os.environ[startup.LAUNCHED] = str(os.getpid() + int(sys.stdin.read()))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("other", "status", "words"), [(0, 75, "nothing to save"), (1, 143, "")])
+def test_a_launcher_that_is_about_to_start_its_workers_tells_that_it_stops(other, status, words):
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHING], input=str(other), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+
+
+SWALLOWED = """
+import os, signal, sys
+from shoal.runtime import startup
+
+startup.install_stop_handlers()
+sys.argv = ["shoal", "parity"]
+try:
+    with startup.loading():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            pass
+except startup.Stopped as stopped:
+    sys.exit(f"stopped by {stopped}")
+"""
+
+
+def test_a_stop_that_a_library_swallowed_ends_the_command_once_all_is_loaded():
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
+    assert done.stderr == "loading torch …\nstopped by SIGTERM\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_preparing_that_has_not_begun_ends_with_75(tmp_path, number):
     started = Started("prepare", "stdlib", "--output", tmp_path / "made")

@@ -55,13 +55,18 @@ def announce_loading(what: str = "") -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Announce that torch is loaded, and look for no garbage among what the block imports."""
+    """Announce that torch is loaded, and look for no garbage among what the block imports.
+
+    A stop request that a library swallowed in the block is raised at its end.
+    """
     announce_loading()
     gc.disable()
     try:
         yield
     finally:
         all_is_loaded()
+    if Stopped.by:
+        raise Stopped(Stopped.by)
 
 
 def all_is_loaded() -> None:
@@ -99,4 +104,5 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _is_launched() -> bool:
-    return bool({LAUNCHED, ISLAND} & os.environ.keys())
+    launcher = os.environ.get(LAUNCHED, "")  # a launcher sets it for its workers, and has it, too
+    return ISLAND in os.environ or launcher not in ("", str(os.getpid()))
