@@ -130,6 +130,7 @@ def test_ssh_starts_all_hosts_and_stops_them_with_everything_saved(two_hosts, en
     assert not list(tmp_path.glob(".launcher-*"))
 
 
+@pytest.mark.proof
 def test_slurm_saves_and_is_queued_again_and_goes_on(two_hosts, environment, tmp_path):
     environment |= {"RUN": "run", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "fake[1-2]"}
     words = ["bash", str(LAUNCH / "slurm.sh"), *SIZES, "--train.steps", "4"]

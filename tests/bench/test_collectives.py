@@ -51,6 +51,7 @@ def test_all_algorithms_on_two_processes(tmp_path):
 
 
 @needs_mpi
+@pytest.mark.proof
 def test_ranks_that_mpirun_started_report_once(tmp_path):
     record = tmp_path / "record.json"
     words = ("--transport", "mpi", "--sizes", "1KB", "16KB", "--dtype", "bfloat16", "--json", record)

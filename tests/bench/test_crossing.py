@@ -19,7 +19,7 @@ def word_of(name):
     return f"{name}:{FEWER}" if "every" in STRATEGIES[name].reads else name
 
 
-IN_SHORT = ("onebit", "streaming_diloco")
+IN_SHORT = ("onebit",)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def diagnose(two_hosts: TwoHosts, folders: dict[str, Path]) -> tuple[list[dict],
     return [process.returncode for process in processes.values()], found
 
 
+@pytest.mark.proof
 def test_two_sound_hosts_with_a_shared_folder(two_hosts, tmp_path):
     random_dataset(tmp_path / "walk")
     statuses, found = diagnose(two_hosts, dict.fromkeys(NAMES, tmp_path))

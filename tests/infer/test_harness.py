@@ -121,6 +121,7 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache/datasets"))
 
 
+@pytest.mark.proof
 def test_tasks_give_the_figures_of_transformers(trained_run, exported, tmp_path, offline):
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager

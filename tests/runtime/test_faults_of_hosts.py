@@ -36,6 +36,7 @@ def unwell(folder, fault, rank, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", faulty(folder)["PYTHONPATH"])
 
 
+@pytest.mark.proof
 def test_a_hang_is_told_on_both_hosts_with_the_host_that_holds_it_up(two_hosts, data, tmp_path, monkeypatch):
     unwell(tmp_path, SLEEP, 3, monkeypatch)
     job = Job(two_hosts, data, "run", tmp_path, *LIMIT, "--parallel.tp", "2")

@@ -86,6 +86,7 @@ def lose_a_rank(running):
     running.wait_for(lambda: running.pid(1) != lost, "restart")
 
 
+@pytest.mark.proof
 def test_ranks_come_back_whether_their_server_is_asked_to_end_or_killed(data, tmp_path):
     running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000")
     running.wait_for_step(2)

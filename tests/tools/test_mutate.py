@@ -120,6 +120,7 @@ def test_what_tests_notice_is_killed_and_the_rest_is_named(toy):
     assert "answer" not in better.stdout  # what was killed is not tried again
 
 
+@pytest.mark.proof
 def test_a_part_of_a_run_is_recorded_and_a_result_goes_with_its_function_and_its_test(toy):
     """Also what is judged counts alone, and what was not asked for stays."""
     code, test = toy / "src/toy/more.py", toy / "tests/test_more.py"

@@ -352,6 +352,7 @@ def test_replicas_that_train_apart_are_not_started_as_one_world(data, tmp_path, 
     assert not (tmp_path / "ranks").exists()  # refused before it waits for the other rank
 
 
+@pytest.mark.proof
 def test_the_time_limit_counts_over_restarts(data, tmp_path):
     limit_s = 20.0
     running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "100000", "--max-time", f"{limit_s}")
@@ -392,6 +393,7 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
 
 
 @needs_mpi
+@pytest.mark.proof
 def test_mpirun_starts_a_rank_each(data, tmp_path):
     batch = ("--train.micro_batch_size", "2")
     done = mpirun(4, *command(data, tmp_path, "--train.steps", "6", *batch)[1:])

@@ -59,6 +59,7 @@ def trained_and_graphs(run_dir, values, halted):
     return whole, resumed, graphs, kernels_found_and_made() - kernels
 
 
+@pytest.mark.proof
 def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp_path):
     model, length = {"dropout": 0.0}, {"steps": 4}
     values = tiny_config(data, model=model, train=length | {"compile": "on"}, eval={"every": 2})

@@ -246,7 +246,7 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_of_it(pool, tmp_path):
     (data / "train.bin").write_bytes(content)
     values = tiny_config(data, checkpoint={"every": 1})
     with pytest.raises(AssertionError, match=r"train.bin changed since it was prepared"):
-        pool.run(run_training, 2, tmp_path / "run", values, timeout=200)
+        pool.run(run_training, 1, tmp_path / "run", values, timeout=200)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
