@@ -46,6 +46,7 @@ from shoal.gradsync.cost import (
     seconds,
     step_lines,
 )
+from shoal.runtime.files import check_targets, write_json
 
 _PLAIN = "allreduce"
 _SLOWER = 1.05  # times as long: what is named as slower, and what compression has to gain to be worth it
@@ -130,8 +131,6 @@ def command(config: Config, wish: Wish) -> int:
     rows = [*predict(basis, legal, shapes, found.work_s), *refused]
     _print(basis, rows, layout)
     if wish.json is not None:
-        from shoal.runtime.files import write_json
-
         write_json(wish.json, _report(basis, rows, layout))
     return 0
 
@@ -242,8 +241,7 @@ def _check(wish: Wish) -> None:
         raise InputError(f"--step-ms {wish.step_ms:g}: a step takes time", hint="use a number above 0")
     if wish.seconds <= 0:
         raise InputError(f"--seconds {wish.seconds:g}: measuring takes time", hint="use a number above 0")
-    if wish.json is not None and not wish.json.absolute().parent.is_dir():
-        raise InputError(f"{wish.json}: there is no such folder", hint="make it first")
+    check_targets(wish.json)
 
 
 def _layout(config: Config, wish: Wish) -> Layout:

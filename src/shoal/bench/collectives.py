@@ -24,7 +24,7 @@ from shoal.comm.collectives import barrier
 from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.comm.transport import Transport
 from shoal.errors import InputError
-from shoal.runtime.files import write_json
+from shoal.runtime.files import check_targets, write_json
 
 _BUDGET_S = 0.4  # for the repeats of one algorithm and size
 _MOST_REPEATS = 50
@@ -153,9 +153,7 @@ def command(
             )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
-    for file in (json, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InputError(f"{file}: there is no such folder", hint="make it first")
+    check_targets(json, plot)
     ask = Ask(tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype)
     begin()
     rows: list[Row] | None = on_ranks(nproc, transport, measure, ask)

@@ -27,7 +27,7 @@ from shoal.bench.record import begin, describe
 from shoal.bench.sizes import parse_rate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError, ShoalError, nearest
-from shoal.runtime.files import write_json
+from shoal.runtime.files import check_targets, write_json
 
 LOCAL, HOSTS = "local", "hosts"
 _BASE = "allreduce"
@@ -107,9 +107,7 @@ def check(ask: Ask, output: Path | None, plot: Path | None) -> None:
         )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
-    for file in (output, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InputError(f"{file}: there is no such folder", hint="make it first")
+    check_targets(output, plot)
 
 
 def plan(ask: Ask, folder: Path) -> list[Cell]:

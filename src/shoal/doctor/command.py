@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shoal.doctor import hosts, links, machine, primitives
 from shoal.doctor.machine import Finding
-from shoal.runtime.files import write_json
+from shoal.runtime.files import check_targets, write_json
 from shoal.runtime.log import quieten_libraries, to_screen
 
 Matrix = dict[str, dict[str, primitives.Outcome]]
@@ -56,6 +56,7 @@ def doctor(json_path: Path | None, place: tuple[Any, ...] = (), datasets: tuple[
     """Print the findings as a table, write them to `json_path` too, and return the exit status."""
     quieten_libraries()
     to_screen()
+    check_targets(json_path)
     findings, matrix = diagnose(Path.cwd(), place, datasets)
     table = Table("check", "")
     for heading in ("what was seen", "what to do"):

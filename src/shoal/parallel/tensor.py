@@ -91,6 +91,9 @@ class TensorParallel:
             tuple[nn.Module, str]
         ] = []  # whose gradient each rank has for its sequence part only
         self._leaves: dict[nn.Parameter, Tensor] = {}
+        # Not compiled. As decorators these would import torch's compiler, for half a second of every command.
+        self._enter = torch.compiler.disable(self._make_whole)
+        self._leave = torch.compiler.disable(self._sum_up)
 
     def cut(self, model: Decoder) -> None:
         """Cut the parameters of a model, on any device, and have its modules exchange activations."""
@@ -219,16 +222,14 @@ class TensorParallel:
         if partial and self._sequence:
             self.partial.append((module, name))
 
-    @torch.compiler.disable
-    def _enter(self, x_btd: Tensor) -> Tensor:
+    def _make_whole(self, x_btd: Tensor) -> Tensor:
         """Give every rank the whole sequences, before what is cut by heads, width or ids."""
         axis = self._axis
         if self._sequence:
             return cast(Tensor, _Exchange.apply(x_btd, axis.gather_sequence, axis.scatter_sequence))
         return cast(Tensor, _Exchange.apply(x_btd, _as_it_is, axis.all_reduce))
 
-    @torch.compiler.disable
-    def _leave(self, x_btd: Tensor) -> Tensor:
+    def _sum_up(self, x_btd: Tensor) -> Tensor:
         """Sum what all ranks have worked out; keep the own part of each sequence only, if they are cut."""
         axis = self._axis
         if self._sequence:

@@ -99,6 +99,15 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def check_targets(*files: Path | None) -> None:
+    """Refuse files that could not be written: before the work, not after it."""
+    for file in filter(None, files):
+        if file.is_dir():
+            raise InputError(f"{file} is a folder", hint="name a file")
+        if not file.absolute().parent.is_dir():
+            raise InputError(f"{file}: there is no such folder", hint="make it first")
+
+
 def disk_error(error: OSError, path: Path) -> ShoalError:
     """Turn an operating-system error on `path` into a sentence with what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
