@@ -81,6 +81,7 @@ def test_pairs_among_four():
     assert "immediate: rank 3 has 0.0" in lines
 
 
+@PROOF
 def test_groups():
     status, lines, errors = run("collectives.py", "--size", "4")
     assert status == 0, errors

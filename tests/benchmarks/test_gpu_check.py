@@ -51,6 +51,7 @@ def tiny_record(part, output):
     return json.loads(output.read_text())
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_the_part_of_training_runs_on_a_cpu_with_a_tiny_model(tmp_path):
     record = tiny_record("train", tmp_path / "record.json")

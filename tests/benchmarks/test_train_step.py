@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from benchmarks.c_library import SETTINGS
 from benchmarks.systems import Cell
 from benchmarks.train_step import TINY, arguments, measure, run_grid, summary
@@ -68,6 +70,7 @@ def test_a_workload_that_shoal_did_not_run_has_no_ratio():
     assert "ratio_to_fastest_peer" not in line
 
 
+@pytest.mark.proof
 def test_a_system_that_fails_is_told_and_the_others_go_on(tmp_path):
     data = random_dataset(tmp_path / "data")
     cells = [Cell(TINY, system, "fp32", compiled=False) for system in ("shoal", "nonsense")]
