@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.shared import SHARED
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "distributed"
-MNIST = ROOT.parent / "shared" / "data" / "mnist"
+MNIST = SHARED / "data" / "mnist"
 needs_digits = pytest.mark.skipif(not MNIST.is_dir(), reason="needs ../shared/data/mnist")
 
 

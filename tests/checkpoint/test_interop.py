@@ -8,7 +8,6 @@ import os
 import pickle
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,12 +26,12 @@ from shoal.checkpoint.pickles import read_pickle
 from shoal.config.layout import parse_layout
 from shoal.errors import CheckpointError, InputError
 from shoal.infer.load import load_decoder
+from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, write_dataset
 from tests.train.ranks import make_job, run_training, tiny_config
 from tests.train.test_parity import values_of
 
 CPU = torch.device("cpu")
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 MODELS = {
     "gpt2": {"n_layer": 2, "n_embd": 48, "n_head": 4, "n_positions": 32, "vocab_size": 301},
     "gpt2-untied-wide": {

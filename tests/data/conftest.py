@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from shoal.data.prepare import run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.work import RangeWorker
+from tests.shared import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,10 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real data that lies beside a checkout, or skip."""
-    places = [Path(os.environ["SHOAL_SHARED"])] if "SHOAL_SHARED" in os.environ else []
-    for place in [*places, ROOT / "shared", ROOT.parent / "shared"]:
-        if (place / "data").is_dir():
-            return place / "data"
+    if (SHARED / "data").is_dir():
+        return SHARED / "data"
     pytest.skip("no folder `shared` with real data beside the checkout (SHOAL_SHARED names one)")
 
 

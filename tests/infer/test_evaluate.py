@@ -20,12 +20,12 @@ from shoal.infer.score import score, sliding_spans
 from shoal.infer.texts import read_passages, undo_moses
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
+from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
 
 CPU = torch.device("cpu")
 LETTERS = bytes(range(33, 127))
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.errors import InputError
 from shoal.infer.sampling import Sampling, choose, filter_logits, row_generator
+from tests.shared import SHARED
 
 LOGITS = torch.tensor([[2.0, 1.0, float("-inf"), 3.0, -1.0, float("-inf")]])
 
 
 def test_filters_equal_the_published_reference():
-    shared = Path(os.environ.get("SHOAL_SHARED") or Path(__file__).parents[3] / "shared")
-    golden = shared / "data/megatron/goldens/top_k_top_p.json"
+    golden = SHARED / "data/megatron/goldens/top_k_top_p.json"
     if not golden.is_file():
         pytest.skip(f"{golden} is not here")
     cases = json.loads(golden.read_text())["cases"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ import torch.nn.functional as F
 from shoal.models.documents import attend, block_mask, dense_mask, document_ids, restarted_positions
 from shoal.models.init import build_decoder
 from tests.models.test_decoder import STYLES, tiny_shape, tokens
+from tests.shared import SHARED
 
-SHARED = Path(os.environ.get("SHOAL_SHARED", Path(__file__).parents[3] / "shared"))
 GOLDENS = SHARED / "data/megatron/goldens/masks.json"
 EOD = 7
 

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.record import write_record
 from shoal.train.metrics import read_metrics
+from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, write_dataset
 from tests.train.test_command import Running, same_weights, shoal
 
-SHARED = Path(os.environ.get("SHOAL_SHARED", Path(__file__).parents[3] / "shared"))
 SHAKESPEARE = SHARED / "data/text/tinyshakespeare.txt"
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3000)]

@@ -1,7 +1,6 @@
 """Classic networks under the trainer of GPTs: replicas agree, runs resume, what cannot work is refused."""
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,14 @@ from shoal.parity.command import parity
 from shoal.runtime.seat import Island
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
+from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
 from tests.train.conftest import apart
 from tests.train.ranks import TINY, run_training
 
 __all__ = ["apart"]  # a fixture
 
-DIGITS = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+DIGITS = SHARED / "data" / "mnist"
 NETWORKS = ("fcn-r", "lstm")
 SYNCS = [
     *({"strategy": name} for name in ("central_serial", "central_parallel", "device_sharded", "tree_update")),

@@ -1,16 +1,14 @@
 """Rules kept from Megatron-LM of 2021 give the values that its code gave."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from shoal.config.load import validate
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import learning_rate
+from tests.shared import SHARED
 
-SHARED = Path(os.environ.get("SHOAL_SHARED", Path(__file__).parents[3] / "shared"))
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared goldens, which are not there")
 
 
