@@ -218,6 +218,20 @@ def test_nanogpts_file_comes_in_with_its_moments(tmp_path, bias):
     assert not moments["embed.weight.exp_avg_sq"][301:].any()
 
 
+def test_the_steps_of_a_fused_adam_are_those_of_its_group(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    held = torch.load(tmp_path / "ckpt.pt")
+    for state in held["optimizer"]["state"].values():
+        del state["step"]
+    held["optimizer"]["param_groups"][0]["step"] = 9
+    torch.save(held, tmp_path / "fused.pt")
+    run(tmp_path / "fused.pt", tmp_path / "ours", Wanted())
+    moments = {}
+    for file in (tmp_path / "ours/optimizer").iterdir():
+        moments |= load_file(file)
+    assert moments["positions.weight.step"] == 9
+
+
 needs_megatron = pytest.mark.skipif(
     not (SHARED / "data/megatron").is_dir(), reason="../shared/data/megatron is not there"
 )

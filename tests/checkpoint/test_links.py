@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from shoal.checkpoint import commit
+from shoal.checkpoint import store as store_module
 from shoal.checkpoint.commands import remove_checkpoint
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
-from shoal.errors import UnreadableError
+from shoal.errors import CheckpointError, UnreadableError
+from shoal.runtime.files import reading
 from tests.checkpoint.damage import files_of, permissions_count
 from tests.checkpoint.ranks import load_latest, open_store, save_steps
 from tests.pool import Pool
@@ -77,6 +81,24 @@ def test_a_link_that_leads_nowhere_stops_a_start_and_no_save(pool: Pool, run: Pa
     pool.run(save_steps, 1, run / "checkpoints", [20])
     assert os.readlink(newest.with_name("bad-step-00000020")) == "not-mounted"
     assert pool.run(load_latest, 1, run / "checkpoints") == [20]
+
+
+def save_where_reading_fails(folder: Path, step: int) -> str:
+    def fail(path: Path) -> list[str]:
+        with reading(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with mock.patch.object(store_module, "verify", fail), pytest.raises(CheckpointError) as caught:
+        save_steps(folder, [step])
+    return str(caught.value)
+
+
+def test_a_linked_step_that_cannot_be_read_now_fails_a_save_and_stays(pool: Pool, run: Path, newest: Path):
+    moved = move_and_link(newest)
+    (said,) = pool.run(save_where_reading_fails, 1, newest.parent, 20)
+    assert "EIO" in said
+    assert newest.is_symlink()
+    assert files_of(moved)
 
 
 def test_a_file_with_a_steps_name_is_set_aside(pool: Pool, run: Path, newest: Path):
