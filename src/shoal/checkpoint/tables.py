@@ -24,8 +24,8 @@ class Entry:
 
     theirs: str
     ours: tuple[str, ...]
-    transposed: bool = False
-    cut: int | None = None
+    transposed: bool
+    cut: int | None
 
 
 @dataclass(frozen=True)
