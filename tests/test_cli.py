@@ -25,9 +25,14 @@ LEAVES = [
 ]
 
 
-def shoal(*arguments):
+def shoal(*arguments, cwd=None):
     return subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "shoal", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
     )
 
 
@@ -101,11 +106,19 @@ def test_value_of_the_wrong_kind_is_a_sentence_with_the_option_and_the_value():
     assert "pydantic" not in done.stderr
 
 
-def test_users_error_is_a_sentence_without_a_traceback(tmp_path):
-    done = shoal("doctor", "--json", str(tmp_path))  # a folder, not a file
-    assert done.returncode != 0
+@pytest.mark.parametrize("target", ["", "nowhere/x.json"])
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "prepare stdlib --output out", "evaluate nothing", "parity tiny --layouts dp2"],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, command, target):
+    done = shoal(*command.split(), "--json", str(tmp_path / target), cwd=tmp_path)
+    assert done.returncode == 2
+    words = "there is no such folder" if target else "is a folder"
+    assert f"error: {tmp_path / target}" in done.stderr
+    assert words in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ")
+    assert not list(tmp_path.iterdir())  # nor was anything begun
 
 
 @pytest.mark.parametrize(

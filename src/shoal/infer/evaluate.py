@@ -23,7 +23,7 @@ from shoal.infer.cut import load_cut
 from shoal.infer.load import TextModel
 from shoal.infer.score import Score, Span, sliding_spans
 from shoal.infer.texts import read_passages, read_text, undo_moses
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import check_targets, read_json, write_json
 from shoal.scoring import perplexity
 
 Found = dict[str, Any]
@@ -57,6 +57,7 @@ class Measure:
 
 def run(path: Path, measure: Measure, device: str, tp: int, nproc: int, json_file: Path | None) -> None:
     """Measure a run, checkpoint or Hugging Face folder; print a table, write JSON beside the checkpoint."""
+    check_targets(json_file)
     for file in (measure.text, measure.wikitext, measure.lambada):
         if file is not None and not file.is_file():
             raise InputError(f"{file} is not a file")

@@ -27,7 +27,7 @@ from shoal.models.shape import resolve_shape
 from shoal.parity.judge import CURVE, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
 from shoal.parity.trial import Outcome, RunTrial, Trial, run_trial
 from shoal.runtime.crew import Crew
-from shoal.runtime.files import write_json
+from shoal.runtime.files import check_targets, write_json
 from shoal.train.request import Request
 
 _EVAL_SEQUENCES = 16
@@ -114,6 +114,7 @@ def parity(
     if not chosen:
         raise InputError("--layouts names no layout", hint='for example --layouts "dp2, tp2, pp2, zero3x2"')
     base = parse_layout(reference)
+    check_targets(json)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="shoal-parity-") as temporary:
         folder = Path(temporary)

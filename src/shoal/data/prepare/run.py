@@ -32,7 +32,7 @@ from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
 from shoal.data.verify import CACHE
 from shoal.errors import DataError, InputError, StoppedError
-from shoal.runtime.files import atomic_write, disk_error, fsync, read_json, write_json
+from shoal.runtime.files import atomic_write, check_targets, disk_error, fsync, read_json, write_json
 
 WORK_DIR = ".work"  # inside the dataset folder until it is finished
 STAGES_DIR = "stages"
@@ -81,6 +81,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
 def prepare_command(options: PrepareOptions, json_path: Path | None) -> None:
     """Run `shoal prepare`: the table goes to the screen, the figures to `json_path` where one is given."""
     started = time.monotonic()
+    check_targets(json_path)
     with _stop_on_signals():
         (prepare_examples if holds_examples(options) else prepare)(options, Console())
     if json_path is not None:
