@@ -62,7 +62,7 @@ mutate: setup ## change the code in 150 places and see which the tests notice; g
 bench: setup ## renew the records of benchmarks that are stale, or those of PART="hook layouts"; says first how long
 	$(BIN)/python -m tools.records --run $(PART) $(ARGS)
 
-bench-train: setup ## training speed beside transformers, litgpt and bare torch on this CPU (20 minutes)
+bench-train: setup ## training speed beside transformers, litgpt and bare torch on this CPU (32 minutes)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
 
 gpu-check: ## GPU tests (PART=train-tests), then speed (PART=train), with PYTHON as it is; docs/gpu.md (10 minutes each)

@@ -2,7 +2,7 @@
 
 torchrun --nproc 2 -m benchmarks.bare_tensor_parallel '{"n_layers": 9, ...}' FILE
 
-trains until it is stopped, and adds a line with its seconds to FILE for each step.
+trains until it is stopped, and adds a line with its number and seconds to FILE for each step.
 """
 
 import itertools
@@ -98,7 +98,7 @@ def main():
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    for step in itertools.count():
+    for step in itertools.count(1):
         torch.manual_seed(step)
         tokens = torch.randint(0, work["vocab_size"], (work["global_batch_size"], work["seq_len"] + 1))
         began = time.perf_counter()
@@ -111,7 +111,7 @@ def main():
         optimiser.zero_grad()
         if rank == 0:
             with open(sys.argv[2], "a") as file:
-                file.write(json.dumps({"seconds": time.perf_counter() - began}) + "\n")
+                file.write(json.dumps({"step": step, "seconds": time.perf_counter() - began}) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ ENTRIES = {
     "advise": _module("advise", 20, *GRADSYNC, "src/shoal/bench/advise.py", needs="root"),
     "collectives": _module("collectives", 5, "src/shoal/comm", "src/shoal/bench/collectives.py"),
     "cpu_train": _module(
-        "train_step", 20, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
+        "train_step", 32, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
     "data_parallel": Entry(PROOF, 40, ("benchmarks/data_parallel.py", *STEP, *REPLICAS)),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
