@@ -22,8 +22,7 @@ from tools.records import FOLDER, ROOT, STRATEGIES
 
 EXEMPT = ("LOG.md",)  # a lab book of its own figures
 OPEN, CLOSE = "\x02", "\x03"
-ABSENT = "(no record yet)"
-VALUE = r"(\(no record yet\)|[^|;`]{1,60}?)"
+VALUE = r"([^|;`]{1,60}?)"
 
 NUMBER = r"(?<![\w./^\-])\d[\d,]*(?:\.\d+)?"
 UNIT = (
@@ -71,8 +70,8 @@ FACTS: dict[str, tuple[str, ...]] = {
 
 
 def v(value: Any, form: str = "") -> str:
-    """Mark a figure of a claim; None is a record that is not there yet."""
-    return OPEN + (ABSENT if value is None else format(value, form)) + CLOSE
+    """Mark a figure of a claim."""
+    return OPEN + format(value, form) + CLOSE
 
 
 @functools.cache
@@ -105,7 +104,7 @@ def of_training() -> Iterator[tuple[str, str]]:
         "docs/benchmarks.md",
         f"On two cores ({v(cpu['machine']['device'].removeprefix('CPU (').removesuffix(')'))}) Shoal makes "
         f"{v(line['ratio_to_fastest_peer'], '.2f')} times the tokens/s of the fastest peer as it comes "
-        f"({v(line['fastest_peer'])}), and {v(line.get('ratio_to_fastest_peer_with_settings'), '.2f')} "
+        f"({v(line['fastest_peer'])}), and {v(line['ratio_to_fastest_peer_with_settings'], '.2f')} "
         f"times those of",
     )
     best = line["shoal"]["dtype"]
@@ -151,7 +150,7 @@ def of_layouts() -> Iterator[tuple[str, str]]:
         "docs/benchmarks.md",
         f"`tp2` makes {v(told['tp2 / bare torch tp2'], '.2f')} times the tokens/s of the cut in bare "
         f"torch as it comes, and "
-        f"{v(told.get('tp2 / bare torch tp2 with C library settings'), '.2f')} times those with the "
+        f"{v(told['tp2 / bare torch tp2 with C library settings'], '.2f')} times those with the "
         f"settings",
     )
     gpt2, llama = (run["seconds"] for run in read("parity")["runs"])

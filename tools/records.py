@@ -108,7 +108,7 @@ ENTRIES = {
     "hook": _module("hook", 3, "src/shoal/parallel/apply.py", *REPLICAS),
     "interop": _module("interop", 5, *SAVING),
     "kill_storm": Entry(PROOF, 8, ("benchmarks/kill_storm.py", *SAVING, *STARTING)),
-    "layouts": _module("layouts", 10, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *REPLICAS),
+    "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *REPLICAS),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
