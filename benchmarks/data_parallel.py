@@ -112,6 +112,17 @@ def main() -> None:
             figures[dtype] = compare(data, folder, dtype, wish.repeats, wish.steps)
             print(dtype, figures[dtype]["ratio_2x1_to_1x2"])
     write_record("data_parallel", figures)
+    bounds = {"fp32": 1.0, "bf16": 0.95}
+    slow = [
+        dtype for dtype, least in bounds.items() if figures.get(dtype, {}).get("ratio_2x1_to_1x2", 1) < least
+    ]
+    if slow or figures["save"]["worst_hold_in_steps"] > 1:
+        what = (
+            f"two processes are slower in {', '.join(slow)}"
+            if slow
+            else "a save holds training for over a step"
+        )
+        sys.exit(f"error: {what}")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ ENTRIES = {
     "cpu_train": _module(
         "train_step", 32, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
-    "data_parallel": Entry(PROOF, 40, ("benchmarks/data_parallel.py", *STEP, *REPLICAS)),
+    "data_parallel": _module("data_parallel", 40, *STEP, *REPLICAS),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
     "generate": _module("generate", 5, *WRITING),
     "gpu_bench": _gpu("bench", *GRADSYNC),
@@ -123,6 +123,7 @@ ENTRIES = {
     "shakespeare": Entry(PROOF, 2, STEP),
     "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
+    "weights": _module("weights", 6, *STEP, *REPLICAS, *SAVING),
     "torch_versions": _module(
         "torch_versions",
         40,

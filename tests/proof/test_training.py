@@ -70,17 +70,6 @@ def count_steps(running):
     return sum('"tokens"' in line for line in text)
 
 
-@pytest.mark.alone
-def test_two_processes_keep_up_with_two_threads():
-    """The record tells the ratios; see benchmarks/data_parallel.py."""
-    subprocess.run([sys.executable, "-m", "benchmarks.data_parallel"], check=True)
-    record = json.loads((Path(__file__).parents[2] / "benchmarks/records/data_parallel.json").read_text())
-    assert record["save"]["worst_hold_in_steps"] <= 1
-    assert record["fp32"]["ratio_2x1_to_1x2"] >= 1.0
-    if record["machine"]["bf16_in_hardware"]:
-        assert record["bf16"]["ratio_2x1_to_1x2"] >= 0.95
-
-
 def test_two_hundred_kills_lose_nothing():
     """The storm fails at the first resume that misses the newest good step, or at a differing bit."""
     subprocess.run([sys.executable, "-m", "benchmarks.kill_storm", "--kills", "200"], check=True)
