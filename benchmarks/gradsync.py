@@ -22,9 +22,10 @@ from rich.console import Console
 
 from benchmarks.record import RECORDS, write_record
 from shoal.bench.cells import Cell, Network, Outcome, parse_way
-from shoal.bench.gradsync import HOSTS, LOCAL, ended_like_ctrl_c, make_data, measure, tables
+from shoal.bench.gradsync import HOSTS, LOCAL, make_data, measure, tables
 from shoal.bench.record import describe
 from shoal.data.dataset import open_dataset
+from shoal.runtime.startup import install_stop_handlers
 
 TEXT = ("stdlib", "--vocab-size", "4096", "--split", "95,5,0")
 SEQ_LEN, BATCH = 128, 16
@@ -153,11 +154,11 @@ def main() -> int:
     else:
         cells = link(data, wish.batch, steps, (wish.every or [100])[0])
     outcomes: list[Outcome] = []
+    install_stop_handlers()
     try:
-        with ended_like_ctrl_c():
-            wanted = [cell for cell in cells if not wish.only or cell.way.word in wish.only]
-            for outcome in measure(wanted, runs):
-                outcomes.append(outcome)  # not all at once: Ctrl-C may come
+        wanted = [cell for cell in cells if not wish.only or cell.way.word in wish.only]
+        for outcome in measure(wanted, runs):
+            outcomes.append(outcome)  # not all at once: Ctrl-C may come
     finally:  # Ctrl-C leaves a record of what there is
         console = Console(width=None if sys.stdout.isatty() else 120)
         for table in tables(outcomes):

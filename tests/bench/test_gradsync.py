@@ -80,7 +80,8 @@ def test_a_stop_ends_the_training_and_leaves_what_was_measured(tmp_path, number)
     worker = int(pids.read_text())
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 128 + number, stderr
+    assert f"stopped by {number.name}" in stderr
     assert "gpt: 1 worker, 16 samples a mini-batch" in stdout
     assert [cell["status"] for cell in json.loads(record.read_text())["cells"]] == ["done"]
     until = time.monotonic() + 10

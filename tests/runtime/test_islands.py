@@ -181,7 +181,7 @@ def test_shards_inside_and_drift_across_resume_bit_for_bit(data, tmp_path):
 def test_a_bad_replica_is_told_with_its_number_and_the_others_finish(data, tmp_path):
     run = tmp_path / "run"
     (run / "replicas/1").mkdir(parents=True)
-    (run / "replicas/1/metrics.jsonl").mkdir()  # where a file should be
+    (run / "replicas/1/checkpoints").write_text("")  # where a folder should be
     arguments = ("--nproc", "2", *DILOCO, "--sync.every", "2", "--train.steps", "4", "--max-restarts", "0")
     status, screen = shoal(data, run, *arguments, timeout=120)
     assert status == 0, screen

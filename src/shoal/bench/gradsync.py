@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich import box
@@ -74,7 +72,6 @@ def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
     outcomes: list[Outcome] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, outcomes, ask, output, plot)
-        stack.enter_context(ended_like_ctrl_c())
         folder = ask.runs or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True))
         )
@@ -190,20 +187,6 @@ def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
             return
         with hosts:
             yield hosts, ""
-
-
-@contextlib.contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end the children as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def report(outcomes: Sequence[Outcome], ask: Ask) -> dict[str, Any]:
