@@ -81,7 +81,7 @@ OF_STRATEGY = {
     "model_averaging": {"sync.every": 2},
     "block_momentum": {"sync.every": 2},
     "diloco": {"sync.every": 2},
-    "streaming_diloco": {"sync.every": 2, "sync.fragments": 2},
+    "streaming_diloco": {"sync.every": 4, "sync.fragments": 2, "sync.overlap": 1},
     "async_sgd": {"sync.staleness": 0},
 }
 
