@@ -92,8 +92,11 @@ def digest(run_dir: Path) -> str:
     for folder in sorted(run_dir.glob("**/checkpoints")):
         newest = max(folder.glob("step-*"))
         for path in sorted(newest.rglob("*.safetensors")):
-            found.update(str(path.relative_to(run_dir)).encode())
-            found.update(path.read_bytes())
+            content = path.read_bytes()
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = json.dumps(json.loads(content[8:end]), sort_keys=True)  # written in any order
+            found.update(f"{path.relative_to(run_dir)} {header}".encode())
+            found.update(content[end:])
     return found.hexdigest()
 
 
