@@ -21,32 +21,11 @@ import numpy as np
 import xxhash
 
 from benchmarks.record import RECORDS, write_record
+from tests.proof.test_parity import ALL
 from tests.tiny_dataset import write_dataset
 
 NAME = "weights"
-LAYOUTS = [
-    "1",
-    "dp2",
-    "dp4",
-    "zero1x2",
-    "zero2x2",
-    "zero3x4",
-    "dp2*zero3x2",
-    "tp2",
-    "tp2+sp",
-    "tp4+sp",
-    "pp2+gpipe",
-    "pp2",
-    "pp2+interleaved",
-    "pp2+zero_bubble",
-    "pp4",
-    "dp2*tp2",
-    "zero3x2*tp2+sp",
-    "pp2*dp2",
-    "pp2*tp2+sp",
-    "pp2*zero2x2",
-    "pp2*dp2*tp2",
-]
+LAYOUTS = ["1", *ALL.split(", ")]
 # Two processes a replica where the strategy can have them; three replicas where they play different parts.
 STRATEGIES = {
     "bf16": "dp3",
@@ -103,18 +82,8 @@ def train(layout: str, strategy: str, folder: Path) -> str:
     settings = SETTINGS | OF_STRATEGY.get(strategy, {})
     if strategy != "allreduce":
         settings["sync.strategy"] = strategy
-    words = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "train",
-        "tiny",
-        "--data",
-        str(folder / "data"),
-        "--layout",
-        layout,
-    ]
-    words += ["--run-dir", str(folder / f"{strategy}-{layout}"), "--max-restarts", "0"]
+    words = [sys.executable, "-m", "shoal", "train", "tiny", "--data", str(folder / "data")]
+    words += ["--layout", layout, "--run-dir", str(folder / f"{strategy}-{layout}"), "--max-restarts", "0"]
     done = subprocess.run(
         [*words, *(f"--{name}={value}" for name, value in settings.items())],
         capture_output=True,
@@ -126,11 +95,11 @@ def train(layout: str, strategy: str, folder: Path) -> str:
     return digest(folder / f"{strategy}-{layout}")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Train under each layout and strategy; write the record, or compare with it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--compare", action="store_true", help="name what is no longer as in the record")
-    compare = parser.parse_args().compare
+    compare = parser.parse_args(arguments).compare
     cases = [(layout, "allreduce") for layout in LAYOUTS]
     cases += [(layout, strategy) for strategy, layout in STRATEGIES.items()]
     found = {}
@@ -146,7 +115,7 @@ def main() -> int:
         write_record(NAME, {"settings": SETTINGS, "digests": found})
         return 0
     recorded = json.loads((RECORDS / f"{NAME}.json").read_text())["digests"]
-    other = sorted(key for key in found if recorded.get(key) != found[key])
+    other = sorted(key for key in recorded.keys() | found.keys() if recorded.get(key) != found.get(key))
     print("\n".join(f"differs: {key}" for key in other) or f"{len(found)} digests, all as recorded")
     return int(bool(other))
 

@@ -123,7 +123,6 @@ ENTRIES = {
     "shakespeare": Entry(PROOF, 2, STEP),
     "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
-    "weights": _module("weights", 6, *STEP, *REPLICAS, *SAVING),
     "torch_versions": _module(
         "torch_versions",
         40,
@@ -135,6 +134,7 @@ ENTRIES = {
         "src/shoal/comm",
         needs="another torch",
     ),
+    "weights": _module("weights", 6, *STEP, *REPLICAS, *SAVING),
 }
 
 

@@ -131,7 +131,7 @@ def test_lines_of_the_metrics_that_are_no_records_are_set_aside(pool, data, tmp_
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(1200)  # some fifty starts of the command
+@pytest.mark.timeout(1200)  # a start of the command for each fault
 def test_commands_go_on_with_the_same_weights_or_say_which_file(data, tmp_path):
     pristine = tmp_path / "pristine"
     assert train(tmp_path / "whole", data).returncode == 0
