@@ -1,4 +1,4 @@
-"""What `shoal train` sets in the C library and OpenMP, as environment variables that any program can have.
+"""What `shoal train` sets in the C library and OpenMP, and huge pages, as variables for any program.
 
 Peers are timed as they come, and with these.
 """

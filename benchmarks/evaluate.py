@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.record import write_record
 from benchmarks.serve import make_model
-from shoal.infer.evaluate import score_all
+from shoal.infer.measure import score_all
 from shoal.infer.score import sliding_spans
 from shoal.models.loss import CrossEntropy
 

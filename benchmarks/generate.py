@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
-from shoal.checkpoint.export import export
-from shoal.checkpoint.importing import Wanted
-from shoal.checkpoint.importing import run as import_checkpoint
-from shoal.infer.generate import Row, generate
+from shoal.infer.generate import GeneratedRow, generate
 from shoal.infer.load import load_decoder
 from shoal.infer.sampling import Sampling
+from shoal.interop.export import export
+from shoal.interop.importing import Wanted
+from shoal.interop.importing import run as import_checkpoint
 
 SHAPES = {
     "small": {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": 256, "vocab_size": 50_257},
@@ -60,7 +60,9 @@ def ways_of(theirs: Any, ours: Any, prompts: torch.Tensor) -> dict[str, Callable
 
     def by_shoal() -> list[list[int]]:
         made: list[list[int]] = [[] for _ in prompts]
-        for row, token in generate(ours, [Row(prompt, NEW) for prompt in prompts.tolist()], GREEDY, None):
+        for row, token in generate(
+            ours, [GeneratedRow(prompt, NEW) for prompt in prompts.tolist()], GREEDY, None
+        ):
             made[row].append(token)
         return made
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.record import RECORDS, write_record
-from shoal.bench.cells import Cell, Network, Outcome, parse_way
+from shoal.bench.cells import Cell, CellResult, Network, parse_way
 from shoal.bench.gradsync import HOSTS, LOCAL, make_data, measure, tables
 from shoal.bench.record import describe
 from shoal.data.dataset import open_dataset
@@ -107,7 +107,7 @@ def judge_convergence(cells: Sequence[Facts]) -> Iterator[Facts]:
             yield _verdict(f"loss of {word} x{workers}", loss / losses[workers, BASE], mark, most=True)
 
 
-def judge_link(outcomes: Sequence[Outcome]) -> Iterator[Facts]:
+def judge_link(outcomes: Sequence[CellResult]) -> Iterator[Facts]:
     """Compare bytes with those of all-reduce, and tokens/s with those of the same ranks without a limit."""
     found = {(o.cell.way.word, o.cell.layout, o.cell.link): o for o in outcomes if o.found}
     for (word, layout, where), outcome in found.items():
@@ -153,7 +153,7 @@ def main() -> int:
         cells = convergence(data, wish.batch, wish.workers, steps, wish.every or (50, 100))
     else:
         cells = link(data, wish.batch, steps, (wish.every or [100])[0])
-    outcomes: list[Outcome] = []
+    outcomes: list[CellResult] = []
     install_stop_handlers()
     try:
         wanted = [cell for cell in cells if not wish.only or cell.way.word in wish.only]

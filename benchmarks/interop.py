@@ -29,9 +29,9 @@ def write_random(folder: Path, layers: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from shoal.checkpoint.hugging_face import config_json
-    from shoal.checkpoint.tables import table
     from shoal.config.sections import Model
+    from shoal.interop.hugging_face import config_json
+    from shoal.interop.tables import table
     from shoal.models.decoder import Decoder
     from shoal.models.shape import resolve_shape
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--folder", type=Path)
     wish = parser.parse_args()
-    from shoal.checkpoint.export import SHARD_BYTES
+    from shoal.interop.export import SHARD_BYTES
     from shoal.runtime.files import hash_file
 
     with tempfile.TemporaryDirectory(dir=wish.folder) as name:

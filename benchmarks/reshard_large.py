@@ -25,8 +25,8 @@ from benchmarks.data_parallel import random_tokens
 from benchmarks.record import write_record
 from shoal.checkpoint.store import CheckpointStore
 from shoal.config.layout import parse_layout, settings_of
-from shoal.parallel.tensor import local
 from shoal.runtime.allocator import keep_memory
+from shoal.runtime.mesh import local
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
 from shoal.train.saving import resume, save

@@ -28,11 +28,11 @@ import torch
 
 from benchmarks.generate import SHAPES
 from benchmarks.record import write_record
-from shoal.checkpoint.importing import Wanted
-from shoal.checkpoint.importing import run as import_checkpoint
 from shoal.infer.load import TextModel, load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.text import complete, prompt_rows
+from shoal.interop.importing import Wanted
+from shoal.interop.importing import run as import_checkpoint
 
 NEW, PROMPT, BATCH, PROMPTS = 64, 32, 8, 64
 TURN_S, TURNS = 8.0, 5

@@ -36,6 +36,7 @@ from shoal.runtime.speed import measured_flops, peak_flops
 from shoal.runtime.stop import Stop
 from shoal.train.job import build_job
 from shoal.train.loop import train
+from shoal.train.profiler import StepProfiler
 from shoal.train.request import Request
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -177,15 +178,13 @@ def top_operations(profile: torch.profiler.profile, on_cuda: bool, count: int = 
     return [{"name": name[:80], "share": round(times[name] / total, 4)} for name in first]
 
 
-class PacedStop(Stop):
-    """The training loop asks at the end of each step whether to stop: here it waits for orders instead."""
+class PacedProfiler(StepProfiler):
+    """What the training loop calls at the end of each step: here it waits for orders."""
 
     pace: Pace
 
-    def requested(self, step: int | None = None) -> bool:
-        asked = super().requested(step)
+    def end(self, step: int, *, stopping: bool) -> None:
         self.pace.step_done()
-        return asked
 
 
 def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
@@ -217,9 +216,11 @@ def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device]
     }
     config = validate(sections, cell.name)
     process: Process = join(config.runtime)
-    stop = PacedStop(process, folder, config.runtime, launched=False)
-    stop.pace = make_pace(process.device)
-    train(build_job(Request(config, folder), process, stop))
+    job = build_job(Request(config, folder), process, Stop(process, folder, config.runtime, launched=False))
+    profiler = PacedProfiler((), folder, process.rank, job.clock)
+    profiler.pace = make_pace(process.device)
+    job.profiler = profiler
+    train(job)
 
 
 def run_transformers(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:

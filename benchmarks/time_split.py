@@ -29,7 +29,7 @@ from shoal.runtime.stop import Stop
 from shoal.train.clock import StepClock
 from shoal.train.job import Job, build_job
 from shoal.train.request import Request
-from shoal.train.step import clip, forward_backward, update
+from shoal.train.step import agree, forward_backward, update
 from tests.tiny_dataset import write_dataset
 
 VOCAB_SIZE = 1024
@@ -81,9 +81,8 @@ def step_seconds(job: Job, step: int) -> tuple[float, float]:
     job.clock.begin()
     with job.clock.phase("data"):
         batch = job.task.batch(step)
-    loss = forward_backward(job, batch)
-    update(job, step, loss, clip(job))
-    job.clock.end()
+    update(job, agree(job, batch, forward_backward(job, batch)))
+    job.clock.end().read()
     return time.perf_counter() - wall, time.process_time() - processor
 
 

@@ -23,7 +23,7 @@ from benchmarks.record import RECORDS, write_record
 from shoal.bench.record import describe
 
 NAME = "torch_versions"
-ROOMS = ("models", "parallel", "checkpoint", "train", "gradsync", "comm")
+ROOMS = ("models", "parallel", "checkpoint", "train", "strategies", "comm")
 TWO_AT_A_TIME = ("-m", "not proof", "-n", "2", "--dist", "loadfile")
 
 

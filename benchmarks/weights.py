@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.record import RECORDS, write_record
-from tests.proof.test_parity import ALL
+from tests.proof.layouts import ALL
 from tests.tiny_dataset import write_dataset
 
 NAME = "weights"
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_record(NAME, {"settings": SETTINGS, "digests": found})
         return 0
     recorded = json.loads((RECORDS / f"{NAME}.json").read_text())["digests"]
-    other = sorted(key for key in recorded.keys() | found.keys() if recorded.get(key) != found.get(key))
+    other = sorted(key for key in found if recorded.get(key) != found[key])
     print("\n".join(f"differs: {key}" for key in other) or f"{len(found)} digests, all as recorded")
     return int(bool(other))
 

@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from tempfile import TemporaryFile
 
-from shoal.runtime import forking
+from shoal.launch import forking
 
 _LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "matplotlib.figure")
 Done = subprocess.CompletedProcess[str]
@@ -72,7 +72,7 @@ def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 
 def _server() -> Connection:
     ours, theirs = Pipe()
     program = "import sys; from multiprocessing.connection import Connection\n"
-    program += "from shoal.runtime.forking import serve\n"
+    program += "from shoal.launch.forking import serve\n"
     program += "serve(Connection(int(sys.argv[1])), sys.argv[2:])"  # until our end of the pipe is closed
     command = [sys.executable, "-c", program, str(theirs.fileno()), *_LOADED]
     subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)

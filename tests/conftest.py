@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.checkpoint.ranks import save_steps
 from tests.pool import Pool
+from tests.tiny_dataset import random_dataset
+from tests.train.commands import Running
 
 
 def pytest_configure() -> None:
     """Undo what a shell does to commands in its background: their children would not hear Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-times", action="store_true", help="keep the time by folder in a record")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the seconds of all tests by folder, those of their fixtures included."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = Path(report.nodeid.partition("::")[0]).parent
+                seconds[str(folder)] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, took in seconds.most_common():
+        terminalreporter.line(f"{took:8.1f}  {folder}")
+    terminalreporter.line(f"{seconds.total():8.1f}  in all")
+    if config.getoption("--record-times"):
+        from benchmarks.record import write_record
+
+        write_record(
+            "test_times", {"seconds": {name: round(took, 1) for name, took in seconds.most_common()}}
+        )
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +58,12 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of random walks over a small vocabulary."""
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Undo what a test does to the environment: a command run in this process chooses the interface, say."""
@@ -36,6 +72,30 @@ def environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """End what a failed test has left running: its ranks end with it."""
+    yield
+    for running in Running.those_of_the_test:
+        running.process.kill()
+    Running.those_of_the_test.clear()
+
+
+@pytest.fixture(scope="session")
+def pristine(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoints folder with steps 10 and 20, written by two ranks."""
+    folder = tmp_path_factory.mktemp("pristine") / "checkpoints"
+    pool.run(save_steps, 2, folder, [10, 20])
+    return folder
+
+
+@pytest.fixture
+def run(pristine: Path, tmp_path: Path) -> Path:
+    """A run folder of one's own with these checkpoints."""
+    shutil.copytree(pristine, tmp_path / "run" / "checkpoints")
+    return tmp_path / "run"
 
 
 class _Copies(TorchDispatchMode):

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.pool import process_context
+from shoal.worker_pool import process_context
+from tests.pool import PRELOADED
 
 Event = tuple[str, Path, Any]
 _WHERE = {
@@ -32,7 +33,7 @@ def record(root: Path, work: Callable[..., None], *args: Any) -> list[Event]:
 
     `mark(value)` puts an event of the kind "mark" between the others.
     """
-    context = process_context()
+    context = process_context(PRELOADED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_record, args=(theirs, root, work, args))
     process.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from shoal.cli import app
+from shoal.cli.app import app
 from shoal.config import rules
 from shoal.config.load import preset_names, validate
 from shoal.config.sections import Config

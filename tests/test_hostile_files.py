@@ -21,10 +21,10 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import save_file
 
-from shoal.checkpoint.importing import Wanted, run
 from shoal.data.bytelevel import BYTE_OF
 from shoal.data.dataset import seal
 from shoal.data.tokenizer import bytes_tokenizer_json
+from shoal.interop.importing import Wanted, run
 from tests.checkpoint.damage import forge_manifest
 from tests.tiny_dataset import random_dataset
 
@@ -35,7 +35,7 @@ MAX_GROWTH, MAX_SECONDS = 200 << 20, 1.0  # of processor time: others may use th
 # then the most memory of any of its processes so far, and their time. Orphans come to it, and are waited for.
 RUNNER = """
 import contextlib, ctypes, io, json, os, re, resource, signal, sys, time
-import shoal.cli, shoal.checkpoint.importing, shoal.infer.terminal, shoal.data.prepare.run, transformers
+import shoal.cli.app, shoal.interop.importing, shoal.infer.terminal, shoal.data.prepare.run, transformers
 
 def peak(kind):
     return int(re.search(rf"{kind}:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
@@ -60,7 +60,7 @@ for name, words in json.load(open(sys.argv[1])).items():
     sys.argv = ["shoal", *words]
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
-            shoal.cli.main()
+            shoal.cli.app.main()
         except SystemExit as end:
             status = end.code
         except BaseException as error:
@@ -424,7 +424,7 @@ def test_the_sentence_names_what_is_wrong(ended, name, words):
 
 
 def test_a_file_of_torch_save_with_all_that_it_may_hold_is_read(tmp_path):
-    from shoal.checkpoint.pickles import read_pickle
+    from shoal.interop.pickles import read_pickle
 
     tensor = torch.nn.Parameter(torch.arange(4.0))
     content = {"a": OrderedDict(b=tensor, c=torch.ones(2, dtype=torch.bfloat16)), "d": (1, 2.5, None, b"x")}

@@ -21,7 +21,7 @@ import yaml
 
 from shoal.bench.hosts import ADDRESSES, NAMES, TwoHosts
 from tests.tiny_dataset import random_dataset
-from tests.train.test_command import SMALL
+from tests.train.commands import SMALL
 from tests.two_hosts import two_hosts
 
 __all__ = ["two_hosts"]  # a fixture

@@ -52,8 +52,8 @@ def test_failure_brings_the_traceback_and_the_pool_lives_on(pool: Pool):
 
 
 def test_dead_and_stuck_workers_are_replaced(pool: Pool):
-    with pytest.raises(RankError, match="exit code -9"):
+    with pytest.raises(RankError, match=r"rank 1 was killed by signal 9"):
         pool.run(die_on_one, 2)
-    with pytest.raises(RankError, match=r"no answer in time \(limit 0.5 s\)(.|\n)* in hang\n"):
+    with pytest.raises(RankError, match=r" in hang\n(.|\n)*hang: rank 0 said nothing for 0.5 s"):
         pool.run(hang, 1, timeout=0.5)
     assert pool.run(add_ranks, 2, 0) == [1.0, 1.0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import app
+from shoal.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST
-from shoal.data.indexed import IndexedWriter, token_dtype
+from shoal.data.dataset import MANIFEST, seal
+from shoal.data.synthetic import write_documents
 from shoal.data.tokenizer import bytes_tokenizer_json
 from shoal.runtime.files import hash_file, write_json
 
@@ -19,33 +19,8 @@ EOD_ID = 256
 def write_dataset(
     folder: Path, splits: dict[str, list[np.ndarray]], vocab_size: int = VOCAB_SIZE, eod_id: int = EOD_ID
 ) -> Path:
-    """Write documents of ids as a dataset; each gets an end-of-document id. The tokenizer knows bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {}
-    dtype = token_dtype(vocab_size)
-    for name, documents in splits.items():
-        with IndexedWriter(folder / name, dtype) as writer:
-            for tokens in documents:
-                writer.append(np.append(tokens, eod_id).astype(dtype))
-                writer.end_document()
-            facts[name] = writer.finish()
-        for kind in ("bin", "idx"):
-            facts[name][f"{kind}_xxh3"] = hash_file(folder / f"{name}.{kind}")
-        facts[name]["idx_bytes"] = (folder / f"{name}.idx").stat().st_size
-        facts[name]["documents"] = len(documents)
-        facts[name]["tokens"] = sum(len(tokens) + 1 for tokens in documents)
-    (folder / "tokenizer.json").write_text(bytes_tokenizer_json())
-    manifest = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "dtype": dtype.name,
-        "vocab_size": vocab_size,
-        "eod_id": eod_id,
-        "tokenizer": {"file": "tokenizer.json", "xxh3": hash_file(folder / "tokenizer.json")},
-        "splits": facts,
-    }
-    write_json(folder / MANIFEST, manifest)
-    return folder
+    """Write documents of ids as a dataset whose tokenizer knows bytes."""
+    return write_documents(folder, splits, vocab_size, eod_id, bytes_tokenizer_json())
 
 
 def with_other_tokenizer(folder: Path) -> Path:
@@ -56,7 +31,7 @@ def with_other_tokenizer(folder: Path) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["tokenizer"]["xxh3"] = hash_file(folder / "tokenizer.json")
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, seal(manifest))
     return folder
 
 

@@ -32,9 +32,10 @@ STEP = (
     "src/shoal/tasks",
     "src/shoal/data/loader.py",
 )
-REPLICAS = ("src/shoal/gradsync", "src/shoal/comm")
+ALL_REDUCE = ("src/shoal/gradsync",)
+REPLICAS = (*ALL_REDUCE, "src/shoal/strategies", "src/shoal/comm")
 SAVING = ("src/shoal/checkpoint",)
-STARTING = ("src/shoal/runtime",)
+STARTING = ("src/shoal/runtime", "src/shoal/launch")
 WRITING = ("src/shoal/infer", "src/shoal/models")
 GRADSYNC = (*STEP, *REPLICAS, "src/shoal/bench/cells.py", "src/shoal/bench/gradsync.py")
 STRATEGIES = (
@@ -48,6 +49,7 @@ MUTATED = (
     *STEP,
     *REPLICAS,
     *SAVING,
+    "src/shoal/interop",
     "src/shoal/data",
     "src/shoal/config",
     "src/shoal/runtime/mesh.py",
@@ -82,17 +84,18 @@ def _gpu(part: str, *paths: str) -> Entry:
 
 
 ENTRIES = {
-    "advise": _module("advise", 20, *GRADSYNC, "src/shoal/bench/advise.py", needs="root"),
+    "advise": _module("advise", 20, *GRADSYNC, "src/shoal/plan/advise.py", needs="root"),
     "collectives": _module("collectives", 5, "src/shoal/comm", "src/shoal/bench/collectives.py"),
+    "commits": _module("commits", 12, *STEP, *REPLICAS, words=["COMMIT"], needs="a commit to compare with"),
     "cpu_train": _module(
         "train_step", 32, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
-    "data_parallel": _module("data_parallel", 40, *STEP, *REPLICAS),
+    "data_parallel": _module("data_parallel", 40, *STEP, *ALL_REDUCE),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
     "generate": _module("generate", 5, *WRITING),
     "gpu_bench": _gpu("bench", *GRADSYNC),
-    "gpu_layouts": _gpu("layouts", "benchmarks/layouts.py", *STEP, *REPLICAS),
-    "gpu_plan": _gpu("plan", "src/shoal/bench/advise.py", "src/shoal/bench/pace.py"),
+    "gpu_layouts": _gpu("layouts", "benchmarks/layouts.py", *STEP, *ALL_REDUCE),
+    "gpu_plan": _gpu("plan", "src/shoal/plan/advise.py", "src/shoal/plan/measure.py"),
     "gpu_train": _gpu("train", "benchmarks/train_step.py", "benchmarks/systems.py", *STEP),
     "gradsync_convergence": _module("gradsync", 600, *GRADSYNC, words=["convergence"], needs="hours"),
     "gradsync_grid": Entry(
@@ -105,10 +108,10 @@ ENTRIES = {
         "root",
     ),
     "gradsync_link": _module("gradsync", 30, *GRADSYNC, words=["link"], needs="root"),
-    "hook": _module("hook", 3, "src/shoal/parallel/apply.py", *REPLICAS),
-    "interop": _module("interop", 5, *SAVING),
+    "hook": _module("hook", 3, "src/shoal/parallel/apply.py", *ALL_REDUCE),
+    "interop": _module("interop", 5, "src/shoal/interop", *SAVING),
     "kill_storm": Entry(PROOF, 8, ("benchmarks/kill_storm.py", *SAVING, *STARTING)),
-    "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *REPLICAS),
+    "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *ALL_REDUCE),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
@@ -121,6 +124,7 @@ ENTRIES = {
     "save_cost": _module("save_cost", 5, *SAVING),
     "serve": _module("serve", 3, "src/shoal/infer"),
     "shakespeare": Entry(PROOF, 2, STEP),
+    "test_times": Entry('make test ARGS="--record-times"', 14, ("tests",)),
     "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
     "torch_versions": _module(
@@ -130,8 +134,7 @@ ENTRIES = {
         "src/shoal/parallel",
         "src/shoal/checkpoint",
         "src/shoal/train",
-        "src/shoal/gradsync",
-        "src/shoal/comm",
+        *REPLICAS,
         needs="another torch",
     ),
     "weights": _module("weights", 6, *STEP, *REPLICAS, *SAVING),

@@ -12,7 +12,7 @@ def main() -> None:
     """Run the `shoal` command; what a stop request interrupts ends with a sentence and 128 + the signal."""
     install_stop_handlers()
     try:
-        from shoal.cli import main as run
+        from shoal.cli.app import main as run
 
         run()
     except BaseException as ended:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from shoal.bench import collectives
-from shoal.bench.collectives import Ask, Row, measure
+from shoal.bench.collectives import CollectivesOptions, CollectivesRow, measure
 from shoal.bench.ranks import _hosts, on_ranks
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS
-from shoal.comm.cost import Cost
 from shoal.comm.thread_transport import run_ranks
 from shoal.config.sections import Runtime
 from shoal.errors import InputError
-from shoal.runtime.seat import Seat
+from shoal.plan.link_cost import Cost
+from shoal.runtime.rank_info import RankInfo
 from tests.mpirun import mpirun, needs_mpi
 
 
@@ -81,13 +81,13 @@ def test_another_number_than_the_launchers_is_refused(monkeypatch):
 
 def test_ranks_that_began_to_count_together_are_on_one_host():
     def work(transport):
-        return _hosts(transport, Seat(transport.rank, 5, local_rank=transport.rank % 3))
+        return _hosts(transport, RankInfo(transport.rank, 5, local_rank=transport.rank % 3))
 
     assert run_ranks(5, work) == [[[0, 1, 2], [3, 4]]] * 5
 
 
 def test_bus_bandwidth_is_what_the_best_algorithm_sends():
-    row = Row("tree", 1000, 250, 0.5, 0, 4, (4,))
+    row = CollectivesRow("tree", 1000, 250, 0.5, 0, 4, (4,))
     assert row.algorithm_bandwidth == 2000
     assert row.bus_bandwidth == 3000
 
@@ -101,7 +101,7 @@ def test_wrong_elements_of_all_ranks_are_counted(monkeypatch):
             tensor[:3] += 1
 
     monkeypatch.setattr(collectives, "all_reduce", off_by_one)
-    ask = Ask(("chunked_ring", "ring"), (400,), "float32")
+    ask = CollectivesOptions(("chunked_ring", "ring"), (400,), "float32")
     rows = run_ranks(3, lambda transport: measure(transport, lambda word: None, ask))[0]
     assert [(row.algorithm, row.wrong) for row in rows] == [("chunked_ring", 3), ("ring", 0)]
 
@@ -109,7 +109,7 @@ def test_wrong_elements_of_all_ranks_are_counted(monkeypatch):
 def test_between_hosts_the_tree_inside_and_the_ring_across_are_measured_and_have_a_formula():
     def work(transport):
         transport.hosts = [[0, 1, 2], [3]]
-        return measure(transport, lambda word: None, Ask((), (4000, 400_000), "float32"))
+        return measure(transport, lambda word: None, CollectivesOptions((), (4000, 400_000), "float32"))
 
     rows = run_ranks(4, work)[0]
     found = [row for row in rows if row.algorithm == "hierarchical"]
@@ -122,7 +122,10 @@ def test_between_hosts_the_tree_inside_and_the_ring_across_are_measured_and_have
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
-    rows = [Row("ring", 1000, 250, 0.5, 2, 2, (2,)), Row("ring", 4000, 1000, 0.9, 0, 2, (2,))]
+    rows = [
+        CollectivesRow("ring", 1000, 250, 0.5, 2, 2, (2,)),
+        CollectivesRow("ring", 4000, 1000, 0.9, 0, 2, (2,)),
+    ]
     monkeypatch.setattr(collectives, "on_ranks", lambda *_: rows)
     assert collectives.command(2, "torch", ("ring",), ("1KB", "4KB"), "float32", None, None) == 1
     assert "ring: as if messages took" in capsys.readouterr().out

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.gradsync import judge_convergence, judge_link, with_earlier
 from benchmarks.record import write_record
 from shoal.bench import cells
-from shoal.bench.cells import Cell, Network, Outcome, parse_way
-from shoal.bench.gradsync import Ask, _hosts, make_data, measure, pareto, plan, report, tables, title
-from shoal.bench.measured import Measured, Point
+from shoal.bench.cells import Cell, CellResult, Network, parse_way
+from shoal.bench.gradsync import GridOptions, _hosts, make_data, measure, pareto, plan, report, tables, title
+from shoal.bench.measured import MeasuredRun, Point
 from shoal.bench.sizes import parse_rate
 from shoal.errors import InputError
 from tests.tiny_dataset import random_dataset
@@ -55,7 +55,7 @@ def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monke
         raise AssertionError("it is there already")
 
     monkeypatch.setattr(cells, "_train", nothing_runs)
-    ask = Ask(strategies[:2], (2,), ("gpt",), ("local",), 6, 0, (data,), tmp_path / "runs")
+    ask = GridOptions(strategies[:2], (2,), ("gpt",), ("local",), 6, 0, (data,), tmp_path / "runs")
     again = list(measure(plan(ask, ask.runs), ask.runs))
     assert [list(outcome.found.step_s) for outcome in again] == [plain["step_s"], tree["step_s"]]
     (tmp_path / "runs/gpt-x2-tree_update-local/asked.json").write_text("[]")  # another command made it
@@ -96,7 +96,7 @@ def cell(word, *, network="gpt", workers=2, link="local", steps=10):
 
 def found(seconds, loss, num_bytes=1e6, *, counted=True, start=9.0):
     curve = [Point(0, 0.0, start), Point(10, seconds * 10, loss)]
-    return Measured([seconds] * 10, [seconds / 2] * 10, [num_bytes] * 10, counted, curve, 2)
+    return MeasuredRun([seconds] * 10, [seconds / 2] * 10, [num_bytes] * 10, counted, curve, 2)
 
 
 def shown(outcomes, capsys):
@@ -109,10 +109,10 @@ def shown(outcomes, capsys):
 
 def test_a_table_compares_with_all_reduce_and_at_the_seconds_of_the_fastest(capsys):
     outcomes = [
-        Outcome(cell("allreduce"), "done", found(2.0, 5.0, 8e6, counted=False)),
-        Outcome(cell("onebit"), "done", found(1.0, 6.0, 4e5)),
-        Outcome(cell("topk"), "refused", reason="not in [sync] here"),
-        Outcome(cell("allreduce", workers=4, link="100mbit"), "done", found(3.0, 5.0)),
+        CellResult(cell("allreduce"), "done", found(2.0, 5.0, 8e6, counted=False)),
+        CellResult(cell("onebit"), "done", found(1.0, 6.0, 4e5)),
+        CellResult(cell("topk"), "refused", reason="not in [sync] here"),
+        CellResult(cell("allreduce", workers=4, link="100mbit"), "done", found(3.0, 5.0)),
     ]
     text = shown(outcomes, capsys)
     first, second = text.split("gpt: 4 workers on two hosts, 100mbit between them")
@@ -131,7 +131,7 @@ def test_nothing_beats_what_the_line_joins():
 
 
 def test_one_worker_trains_once_and_without_a_link(tmp_path):
-    ask = Ask(("onebit", "bf16"), (1, 2), ("gpt",), ("local", "1gbit"), 20, 32, (tmp_path,), None)
+    ask = GridOptions(("onebit", "bf16"), (1, 2), ("gpt",), ("local", "1gbit"), 20, 32, (tmp_path,), None)
     planned = plan(ask, tmp_path)
     assert [(c.workers, c.link, c.way.word) for c in planned] == [
         (1, "local", "allreduce"),
@@ -146,7 +146,7 @@ def test_one_worker_trains_once_and_without_a_link(tmp_path):
 
 def test_workers_on_two_hosts_of_one_machine_share_its_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(cells, "choose_threads", lambda runtime, workers: (8 // workers, "eight cores"))
-    ask = Ask(("bf16",), (2, 4), ("gpt",), ("hosts",), 20, 32, (tmp_path,), None)
+    ask = GridOptions(("bf16",), (2, 4), ("gpt",), ("hosts",), 20, 32, (tmp_path,), None)
     threads = [[word for word in cell.words() if "runtime.threads" in word] for cell in plan(ask, tmp_path)]
     assert threads == [["--runtime.threads=4"], ["--runtime.threads=2"]]
 
@@ -166,7 +166,7 @@ def test_where_no_hosts_can_be_made_a_transport_is_slowed_and_what_has_none_is_r
     ran = []
     monkeypatch.setattr(
         "shoal.bench.gradsync.run",
-        lambda there, *_: ran.append(there) or Outcome(there, "done", found(1.0, 5.0)),
+        lambda there, *_: ran.append(there) or CellResult(there, "done", found(1.0, 5.0)),
     )
     asked = [cell(word, link="8mbit") for word in ("allreduce", "onebit", "allreduce:algorithm=ring")]
     outcomes = list(measure([*asked, cell("onebit", link="hosts")], tmp_path))
@@ -175,7 +175,7 @@ def test_where_no_hosts_can_be_made_a_transport_is_slowed_and_what_has_none_is_r
     assert outcomes[3].reason == "this needs root"
     assert all("--runtime.slow_link=8.0" in there.words() for there in ran)
     assert [there.link for there in ran] == ["8mbit", "8mbit"]
-    record = report(outcomes, Ask((), (2,), ("gpt",), ("8mbit",), 10, 0, (), None))
+    record = report(outcomes, GridOptions((), (2,), ("gpt",), ("8mbit",), 10, 0, (), None))
     assert [cell["delays_in_transport"] for cell in record["cells"]] == [True, True, True, False]
     assert "one host, 8mbit between halves by delays in the transport" in title(outcomes[1].cell)
 
@@ -203,7 +203,7 @@ def test_a_host_cannot_have_half_a_worker(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(words, message):
-    from shoal import cli
+    from shoal.cli import app as cli
 
     with pytest.raises(InputError) as error:
         cli.app(["bench", "gradsync", *words], result_action="return_value", exit_on_error=False)
@@ -227,12 +227,12 @@ def test_rates_are_bits_a_second():
 
 def test_a_strategy_is_held_against_all_reduce_on_as_many_workers():
     outcomes = [
-        Outcome(cell("allreduce"), "done", found(1.0, 4.0)),
-        Outcome(cell("allreduce", workers=4), "done", found(1.0, 5.0)),
-        Outcome(cell("onebit"), "done", found(1.0, 4.04)),
-        Outcome(cell("onebit", workers=4), "done", found(1.0, 5.06)),
-        Outcome(cell("diloco:every=5"), "done", found(1.0, 4.06)),
-        Outcome(cell("topk"), "failed", reason="it fell over"),
+        CellResult(cell("allreduce"), "done", found(1.0, 4.0)),
+        CellResult(cell("allreduce", workers=4), "done", found(1.0, 5.0)),
+        CellResult(cell("onebit"), "done", found(1.0, 4.04)),
+        CellResult(cell("onebit", workers=4), "done", found(1.0, 5.06)),
+        CellResult(cell("diloco:every=5"), "done", found(1.0, 4.06)),
+        CellResult(cell("topk"), "failed", reason="it fell over"),
     ]
     told = {one["what"]: one for one in judge_convergence([one.as_record() for one in outcomes])}
     assert told.pop("loss of onebit x2")["holds"]
@@ -252,15 +252,16 @@ def test_a_record_keeps_what_a_comparable_one_has(tmp_path, capsys):
 
     path = tmp_path / "gradsync_convergence.json"
     first = records(
-        Outcome(cell("allreduce"), "done", found(1.0, 4.0)), Outcome(cell("topk"), "done", found(1.0, 5.0))
+        CellResult(cell("allreduce"), "done", found(1.0, 4.0)),
+        CellResult(cell("topk"), "done", found(1.0, 5.0)),
     )
     about = {"steps": 9, "settings": {"optimizer.lr": 2e-3}}
     write_record("gradsync_convergence", {**about, "cells": first}, tmp_path)
-    again = records(Outcome(cell("topk"), "done", found(1.0, 4.2)))
+    again = records(CellResult(cell("topk"), "done", found(1.0, 4.2)))
     kept = with_earlier(again, about, path)
     assert next(judge_convergence(kept))["value"] == 1.05
     assert all(len(one["date"]) == len("2026-01-01") for one in kept if one["strategy"] == "topk")
-    lost = records(Outcome(cell("topk"), "failed", reason="it fell over"))
+    lost = records(CellResult(cell("topk"), "failed", reason="it fell over"))
     assert next(judge_convergence(with_earlier(lost, about, path)))["value"] == 1.25
     assert [one["strategy"] for one in with_earlier(again, about, tmp_path / "none.json")] == ["topk"]
     assert [one["strategy"] for one in with_earlier(again, {**about, "steps": 8}, path)] == ["topk"]
@@ -270,13 +271,13 @@ def test_a_record_keeps_what_a_comparable_one_has(tmp_path, capsys):
 def test_a_slow_link_is_held_against_the_counted_ring_and_the_same_ranks_without_a_limit():
     ring, slow, often = "allreduce:algorithm=chunked_ring", "100mbit", "diloco:every=5"
     outcomes = [
-        Outcome(cell(ring, link=slow), "done", found(1.0, 4.0, 1e6)),
-        Outcome(cell("onebit", link=slow), "done", found(0.3, 4.0, 4.9e4)),
-        Outcome(cell("topk", link=slow), "done", found(0.3, 4.0, 6e4)),
-        Outcome(cell(often, link=slow), "done", found(0.2, 4.0, 2.1e5)),
-        Outcome(cell(often, link="hosts"), "done", found(0.19, 4.0, 2.1e5)),
-        Outcome(cell("streaming_diloco:every=5", link=slow), "done", found(0.2, 4.0, 3e5)),
-        Outcome(cell("streaming_diloco:every=5", link="hosts"), "done", found(0.17, 4.0, 3e5)),
+        CellResult(cell(ring, link=slow), "done", found(1.0, 4.0, 1e6)),
+        CellResult(cell("onebit", link=slow), "done", found(0.3, 4.0, 4.9e4)),
+        CellResult(cell("topk", link=slow), "done", found(0.3, 4.0, 6e4)),
+        CellResult(cell(often, link=slow), "done", found(0.2, 4.0, 2.1e5)),
+        CellResult(cell(often, link="hosts"), "done", found(0.19, 4.0, 2.1e5)),
+        CellResult(cell("streaming_diloco:every=5", link=slow), "done", found(0.2, 4.0, 3e5)),
+        CellResult(cell("streaming_diloco:every=5", link="hosts"), "done", found(0.17, 4.0, 3e5)),
     ]
     told = {one["what"]: (one["value"], one["mark"], one["holds"]) for one in judge_link(outcomes)}
     assert told == {

@@ -11,7 +11,8 @@ import stat
 import sys
 from pathlib import Path
 
-from tests.pool import process_context
+from shoal.worker_pool import process_context
+from tests.pool import PRELOADED
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
@@ -54,8 +55,8 @@ def save_and_die(folder: Path, rank: int, world_size: int, victim: int, event: i
     from tests.checkpoint.ranks import full_tensors, open_store
 
     torch.set_num_threads(1)
-    meeting = dist.FileStore(str(folder.parent / f"meeting-{victim}-{event}"), world_size)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
+    rendezvous = dist.FileStore(str(folder.parent / f"store-{victim}-{event}"), world_size)
+    dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world_size)
     store = open_store(folder, **retention)
     if rank == victim:
         kill_at(event)
@@ -69,7 +70,7 @@ def save_and_die(folder: Path, rank: int, world_size: int, victim: int, event: i
 
 def run_and_kill(folder: Path, world_size: int, victim: int, event: int, retention: dict) -> list[int]:
     """Return the exit codes of the ranks of one such save."""
-    context = process_context()
+    context = process_context(PRELOADED)
     ranks = [
         context.Process(target=save_and_die, args=(folder, rank, world_size, victim, event, retention))
         for rank in range(world_size)

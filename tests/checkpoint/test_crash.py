@@ -11,10 +11,8 @@ import pytest
 from shoal.checkpoint.manifest import committed, step_of, verify
 from tests.checkpoint.crash import run_and_kill
 from tests.checkpoint.ranks import load_latest, save_steps
+from tests.checkpoint.retention import ONLY_LAST, THINNED
 from tests.pool import Pool
-
-ONLY_LAST = {"keep_last": 1}
-THINNED = {"keep_last": 1, "keep_every": 1, "keep_every_weights_only": True}
 
 
 @pytest.mark.parametrize(

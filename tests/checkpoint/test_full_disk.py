@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.export import export
-from shoal.checkpoint.importing import Wanted
-from shoal.checkpoint.importing import run as import_model
 from shoal.checkpoint.manifest import resolve_checkpoint
 from shoal.errors import ShoalError
+from shoal.interop.export import export
+from shoal.interop.importing import Wanted
+from shoal.interop.importing import run as import_model
 from tests import commands
 from tests.models.hf import random_gpt2
 from tests.tiny_dataset import random_dataset

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from shoal.checkpoint import commands, commit
+from shoal.checkpoint import commit
 from shoal.checkpoint.manifest import (
     committed,
     read_manifest,
@@ -21,6 +21,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.tensors import read_folder, saved_shapes
+from shoal.cli import checkpoint as commands
 from shoal.errors import CheckpointError
 from tests.checkpoint.ranks import cut_tensors, full_tensors, same, whole
 from tests.pool import Pool, RankError

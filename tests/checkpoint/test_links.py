@@ -11,8 +11,8 @@ import pytest
 
 from shoal.checkpoint import commit
 from shoal.checkpoint import store as store_module
-from shoal.checkpoint.commands import remove_checkpoint
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
+from shoal.cli.checkpoint import remove_checkpoint
 from shoal.errors import CheckpointError, UnreadableError
 from shoal.runtime.files import reading
 from tests.checkpoint.damage import files_of, permissions_count

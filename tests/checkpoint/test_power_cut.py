@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.manifest import committed, read_manifest, step_of, verify
 from tests.checkpoint.ranks import full_tensors, load_latest, open_store, save_steps
-from tests.checkpoint.test_crash import ONLY_LAST, THINNED
+from tests.checkpoint.retention import ONLY_LAST, THINNED
 from tests.pool import Pool
 from tests.power_cut import Disk, Event, record
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from shoal.checkpoint import commit
 from shoal.checkpoint import tensors as tensor_files
@@ -19,6 +18,7 @@ from shoal.errors import CheckpointError
 from tests.checkpoint import ranks
 from tests.checkpoint.damage import forge_manifest
 from tests.checkpoint.ranks import full_tensors, load_latest, save_steps
+from tests.checkpoint.tiny import Tiny
 from tests.pool import Pool, RankError
 
 
@@ -154,17 +154,6 @@ def test_moments_that_were_dropped_are_asked_for_in_vain(pool: Pool, run: Path):
     assert pool.run(load_latest, 1, run / "checkpoints") == [10]
     with pytest.raises(RankError, match="step-00000020 holds no optimizer tensors"):
         pool.run(ranks.load_from, 1, run / "checkpoints", "step-00000020")
-
-
-class Tiny(nn.Module):
-    """The model whose tensors tests/checkpoint/ranks.py makes, with a tied copy of one."""
-
-    def __init__(self, rows: int = 10) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(rows, 4)
-        self.up = nn.Linear(3, 7, bias=False)
-        self.head = nn.Linear(4, rows, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def test_one_process_reads_the_weights_of_many_without_a_process_group(run: Path):

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.checkpoint.commands import list_checkpoints, verify_checkpoints
 from shoal.checkpoint.manifest import MANIFEST, read_state, resolve_checkpoint
-from shoal.checkpoint.pickles import read_pickle
 from shoal.checkpoint.tensors import load_weights
+from shoal.cli.checkpoint import list_checkpoints, verify_checkpoints
 from shoal.errors import CheckpointError, ShoalError
 from shoal.infer.load import load_text_model
+from shoal.interop.pickles import read_pickle
 from tests.checkpoint.damage import files_of, forge_manifest
 from tests.checkpoint.ranks import load_latest
-from tests.checkpoint.test_store import Tiny
+from tests.checkpoint.tiny import Tiny
 from tests.pool import Pool
 
 

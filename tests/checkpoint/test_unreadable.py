@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint import manifest
-from shoal.checkpoint.commands import list_checkpoints, verify_checkpoints
 from shoal.checkpoint.manifest import committed, resolve_checkpoint, verify
+from shoal.cli.checkpoint import list_checkpoints, verify_checkpoints
 from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UnreadableError
 from shoal.runtime.files import alone_in
 from tests.checkpoint.damage import cut_short, files_of, no_file_left_to_open, permissions_count

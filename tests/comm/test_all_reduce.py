@@ -6,9 +6,9 @@ import torch
 from shoal.comm import all_reduce as algorithms
 from shoal.comm.all_reduce import ALGORITHMS as WITH_BACKEND
 from shoal.comm.all_reduce import all_reduce
-from shoal.comm.cost import all_reduce_cost, hierarchical_cost
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
+from shoal.plan.link_cost import all_reduce_cost, hierarchical_cost
 
 ALGORITHMS = [name for name in WITH_BACKEND if name != "backend"]  # threads have none
 SIZES = (1, 2, 3, 4, 5)

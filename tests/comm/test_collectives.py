@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shoal.comm import collectives
-from shoal.comm.cost import collective_cost
 from shoal.comm.thread_transport import run_ranks
 from shoal.errors import InputError
+from shoal.plan.link_cost import collective_cost
 
 SIZES = (1, 2, 3, 4, 5)
 ROOTS = [(size, root) for size in SIZES for root in range(size)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.comm.thread_transport import run_ranks
-from shoal.gradsync import carried
+from shoal.strategies import compression as carried
 
 
 class OnGpu(torch.Tensor):

@@ -8,13 +8,12 @@ import pytest
 from shoal.config import layout_rules
 from shoal.config.layout import resolve_layout
 from shoal.config.layout_rules import RULES
-from shoal.config.load import validate
 from shoal.errors import ConfigError
 from shoal.models.shape import resolve_shape
 from shoal.train.request import Request
-from tests.tiny_dataset import VOCAB_SIZE, random_dataset
-from tests.train.ranks import tiny_config
-from tests.train.test_command import shoal
+from tests.config.configs import config_of
+from tests.tiny_dataset import VOCAB_SIZE
+from tests.train.commands import shoal
 
 FOUR = {"n_layers": 4, "n_heads": 4}
 
@@ -235,18 +234,6 @@ CASES = [
         {"train": {"compile": "off"}},
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
-def config_of(data, settings, advice=None):
-    values = tiny_config(data, **settings)
-    for section, fields in (advice or {}).items():
-        values[section] = {**values.get(section, {}), **fields}
-    return validate(values, "test")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.message.partition(':')[0]}")

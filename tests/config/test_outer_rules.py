@@ -67,6 +67,6 @@ def test_any_layout_may_lie_inside_a_replica(sync, layout):
 
 
 def test_a_replica_counts_the_others_as_parts_of_the_batch():
-    layout = parse_layout("pp2*dp2*zero1x2").as_island()
+    layout = parse_layout("pp2*dp2*zero1x2").as_replica_group()
     assert (layout.world_size, layout.dp, layout.replicas, layout.batch_parts) == (4, 2, 2, 4)
     assert str(layout) == "pp2*dp2*zero1x2"

@@ -6,7 +6,6 @@ from shoal.config.layout import parse_layout, settings_of
 from shoal.config.load import validate
 from shoal.errors import ConfigError
 from shoal.train.request import Request
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import tiny_config
 
 
@@ -15,11 +14,6 @@ def request(data, folder, words, strategy, **sections):
         data, parallel=settings_of(parse_layout(words)), sync={"strategy": strategy}, **sections
     )
     return Request(validate(config, "test"), folder / "run")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 @pytest.mark.parametrize("words", ["zero2x2", "tp2", "pp2", "dp2*zero1x2"])

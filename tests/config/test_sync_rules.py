@@ -6,8 +6,7 @@ from shoal.config.layout import parse_layout, settings_of
 from shoal.config.sync_rules import RULES
 from shoal.errors import ConfigError
 from shoal.train.request import Request
-from tests.config.test_layout_rules import config_of
-from tests.tiny_dataset import random_dataset
+from tests.config.configs import config_of
 
 FOUR = {"model": {"n_layers": 4, "n_heads": 4}, "train": {"global_batch_size": 16, "micro_batch_size": 1}}
 CASES = [  # rule, layout, settings, message, hint, settings that follow it
@@ -126,11 +125,6 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         {"runtime": {"slow_link": 100.0, "device": "cpu"}},
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 @pytest.mark.parametrize(("rule", "words", "settings", "message", "hint", "advice"), CASES)

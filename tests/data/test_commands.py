@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from shoal.cli import app
+from shoal.cli.app import app
 from shoal.data.dataset import open_dataset
 from shoal.errors import DataError, InputError, UnreadableError
 from tests.checkpoint.damage import permissions_count

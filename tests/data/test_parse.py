@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.data.cut import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
+from shoal.data.boundaries import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
 from shoal.data.prepare import parse
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key

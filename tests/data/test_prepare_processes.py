@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.cli import app
+from shoal.cli.app import app
 from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
@@ -25,7 +25,7 @@ from shoal.errors import DataError, ShoalError
 DRIVER = """
 import json, sys
 from pathlib import Path
-from shoal.cli import main
+from shoal.cli.app import main
 from shoal.data.prepare import engine, run
 run.range_size = lambda sources: 30_000
 sys.argv = ["shoal", "prepare", *json.loads(sys.argv[1])]

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Reference
 
 from shoal.data import tokenizer as tokenizer_module
+from shoal.data.boundaries import BETWEEN_WORDS, sentencepiece_boundary
 from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS, GPT2_PATTERN, merges_of, tiktoken_ranks, to_bytes
-from shoal.data.cut import BETWEEN_WORDS, sentencepiece_cut
 from shoal.data.prepare.vocabulary import fixed_tokenizer
 from shoal.data.tokenizer import PIECE_BYTES, bytes_tokenizer_json, load_tokenizer, parse_tokenizer
 from shoal.errors import DataError, ShoalError
@@ -324,8 +324,8 @@ def test_a_sentencepiece_model_whose_cuts_are_not_known_is_not_cut(tmp_path, cha
 def test_a_sentencepiece_model_with_fields_of_any_kind_is_cut(extra):
     trainer, normaliser = b"\x18\x02", b"\x0a\x08identity"  # model_type = BPE, name
     model = b"\x12" + bytes([len(trainer)]) + trainer + b"\x1a" + bytes([len(normaliser)]) + normaliser
-    assert sentencepiece_cut(extra + model, ["\u2581the", "a"]) is BETWEEN_WORDS
-    assert sentencepiece_cut(b"\x4f" + model, ["\u2581the", "a"]) is None  # no such kind
+    assert sentencepiece_boundary(extra + model, ["\u2581the", "a"]) is BETWEEN_WORDS
+    assert sentencepiece_boundary(b"\x4f" + model, ["\u2581the", "a"]) is None  # no such kind
 
 
 # --- streams ---

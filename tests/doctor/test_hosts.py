@@ -14,6 +14,7 @@ import pytest
 
 from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.doctor import hosts
+from shoal.runtime.network import Endpoint
 from tests.tiny_dataset import random_dataset
 from tests.two_hosts import two_hosts
 
@@ -136,8 +137,8 @@ def test_hosts_that_cannot_meet_are_a_problem_with_the_address(tmp_path, monkeyp
     monkeypatch.setattr(hosts, "MEETING_LIMIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    [finding] = hosts.check_hosts((2, "127.0.0.1", port, 1), tmp_path, [])
+    [finding] = hosts.check_hosts(Endpoint(2, "127.0.0.1", port, 1), tmp_path, [])
     assert (finding.status, "loopback" in finding.fact) == ("problem", True)
-    [finding] = hosts.check_hosts((2, "192.0.2.1", port, 1), tmp_path, [])
+    [finding] = hosts.check_hosts(Endpoint(2, "192.0.2.1", port, 1), tmp_path, [])
     assert finding.status == "problem"
     assert "192.0.2.1" in finding.fact

@@ -7,7 +7,7 @@ from shoal import scoring
 from shoal.models.documents import document_ids
 from shoal.models.init import build_decoder
 from shoal.parallel.compile import compile_blocks
-from tests.models.test_decoder import STYLES, tiny_shape, tokens
+from tests.models.tiny import STYLES, tiny_shape, tokens
 
 EOD = 7
 

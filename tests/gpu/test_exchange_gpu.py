@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.comm.thread_transport import run_ranks
-from shoal.gradsync.carried import Carried
-from tests.gradsync.test_methods import METHODS, NUMEL, bucket_of, gradients
+from shoal.strategies.compression import CompressedExchange
+from tests.strategies.gradients import METHODS, NUMEL, bucket_of, gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ def sums_on(device: str, method: str, steps: int = 3) -> list[list[torch.Tensor]
     def work(transport):
         transport.device = torch.device(device)
         views = bucket_of(torch.zeros(NUMEL, device=device)).views
-        exchange = Carried(method, transport, METHODS[method](views), views)
+        exchange = CompressedExchange(method, transport, METHODS[method](views), views)
         sums = []
         for step in range(1, steps + 1):
             own = gradients(2, dtype=torch.float32, seed=step)[transport.rank]

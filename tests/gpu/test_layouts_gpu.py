@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from tests.gpu.test_train_gpu import make_job, run
+from tests.gpu.training import make_job, run
 
 pytestmark = [
     pytest.mark.gpu,

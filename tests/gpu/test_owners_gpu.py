@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shoal.comm.thread_transport import run_ranks
-from shoal.gradsync.owners import Owners
-from tests.gpu.test_train_gpu import run
-from tests.gradsync.test_owners import SHAPES, STRATEGIES, gradient
+from shoal.strategies.owners import Owners
+from tests.gpu.training import run
+from tests.strategies.owned import SHAPES, STRATEGIES, gradient
 
 pytestmark = [
     pytest.mark.gpu,

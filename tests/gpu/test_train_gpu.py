@@ -12,52 +12,25 @@ import torch.nn.functional as F
 
 from shoal.config.load import validate
 from shoal.config.sections import Model, Optimizer
-from shoal.infer.generate import Row, generate
+from shoal.infer.generate import GeneratedRow, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.dropout import keyed_dropout, site_id
 from shoal.models.init import build_decoder
 from shoal.models.loss import CrossEntropy
 from shoal.models.shape import resolve_shape
 from shoal.parallel.apply import apply
-from shoal.runtime import process as processes
-from shoal.runtime.device import select_device
-from shoal.runtime.seat import Seat
-from shoal.runtime.stop import Stop
-from shoal.train.job import build_job
+from shoal.runtime.rank_info import RankInfo
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
 from shoal.train.optimiser import build_optimiser
-from shoal.train.request import Request
-from tests.train.ranks import tiny_config
+from tests.gpu.training import DEVICE, make_job, run
 
-DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("group"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 STYLES = {"gpt2": {}, "llama": {"style": "llama", "n_heads": 4, "n_kv_heads": 2, "d_ff": 64}}
-
-
-def make_job(run_dir, dataset, device=DEVICE, *, reset_documents=False, **sections):
-    """Build a tiny job on a device."""
-    values = tiny_config(dataset, **sections)
-    values["runtime"]["device"] = device
-    values["data"]["reset_documents"] = reset_documents
-    config = validate(values, "test")
-    process = processes.take_seat(Seat(), select_device(device, 0, 1), config.runtime)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    stop = Stop(process, run_dir, config.runtime, launched=False)
-    return build_job(Request(config, run_dir), process, stop)
-
-
-def run(run_dir, dataset, device=DEVICE, **sections):
-    """Train; return loss and gradient norm of each step, the metrics lines, and the final weights."""
-    job = make_job(run_dir, dataset, device, **sections)
-    train(job)
-    lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
-    weights = {name: p.detach().cpu() for name, p in job.model.named_weights().items()}
-    return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines]), lines, weights
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -147,7 +120,7 @@ def test_the_exchange_of_gradients_over_nccl_changes_nothing(monkeypatch, tmp_pa
     bare, _, _ = run(tmp_path / "bare", data)
 
     def apply_as_one_of_two(task, mesh, process, *settings):
-        return apply(task, mesh, dataclasses.replace(process, seat=Seat(world_size=2)), *settings)
+        return apply(task, mesh, dataclasses.replace(process, info=RankInfo(world_size=2)), *settings)
 
     monkeypatch.setattr("shoal.train.job.apply", apply_as_one_of_two)
     wrapped, _, _ = run(tmp_path / "ddp", data, precision={"reduce_dtype": reduce_dtype})
@@ -202,7 +175,7 @@ def test_cross_entropy_in_chunks_equals_torch(dtype):
 def test_generated_tokens_are_those_of_the_cpu(style):
     values = {"model": {"n_layers": 2, "d_model": 32, "n_heads": 4, "max_seq_len": 64, **STYLES[style]}}
     shape = resolve_shape(validate(values, "test").model, 257)
-    rows = [Row([1, 2, 3], 20), Row(list(range(10)), 20)]
+    rows = [GeneratedRow([1, 2, 3], 20), GeneratedRow(list(range(10)), 20)]
     there, here = (
         list(generate(build_decoder(shape, 1, device).eval(), rows, Sampling(greedy=True), None))
         for device in (DEVICE, "cpu")

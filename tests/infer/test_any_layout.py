@@ -6,19 +6,13 @@ import pytest
 import torch
 
 from shoal.config.layout import parse_layout
-from shoal.infer.generate import Row
+from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
-from tests.tiny_dataset import random_dataset
+from tests.train.layouts import values_of
 from tests.train.ranks import run_training
-from tests.train.test_parity import values_of
 
-ROWS = [Row([102, 105, 115, 104], 8), Row([256], 8, prompt=1)]  # of unequal length
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
+ROWS = [GeneratedRow([102, 105, 115, 104], 8), GeneratedRow([256], 8, prompt=1)]  # of unequal length
 
 
 def greedy(run_dir, tp=1):

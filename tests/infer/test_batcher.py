@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.infer.generate import Engine, Row, generate
+from shoal.infer.generate import Engine, GeneratedRow, generate
 from shoal.infer.sampling import Sampling
 from shoal.infer.serve import batcher as batcher_module
 from shoal.infer.serve.batcher import Batcher, Ticket
@@ -22,7 +22,7 @@ def model():
     return decoder_from_hf(random_gpt2())
 
 
-class Scene:
+class HangDiagnosis:
     """A batcher whose model's calls are noted, and answered by what a test wants to happen just then."""
 
     def __init__(self, model, rows, monkeypatch):
@@ -50,7 +50,9 @@ class Scene:
     def submit(self, name, max_tokens=6):
         self.told[name] = []
         self.open += 1
-        ticket = Ticket(Row(PROMPTS[name], max_tokens), GREEDY, lambda found: self._deliver(name, found))
+        ticket = Ticket(
+            GeneratedRow(PROMPTS[name], max_tokens), GREEDY, lambda found: self._deliver(name, found)
+        )
         self.tickets[name] = ticket
         self.batcher.submit([ticket])
 
@@ -70,11 +72,13 @@ class Scene:
 
 
 def alone(model, name, max_tokens=6):
-    return [token for _, token in generate(model, [Row(PROMPTS[name], max_tokens)], GREEDY, None)] + [None]
+    return [
+        token for _, token in generate(model, [GeneratedRow(PROMPTS[name], max_tokens)], GREEDY, None)
+    ] + [None]
 
 
 def test_a_row_that_is_given_up_while_it_waits_is_not_read(model, monkeypatch):
-    scene = Scene(model, 1, monkeypatch)
+    scene = HangDiagnosis(model, 1, monkeypatch)
     for name in "abc":
         scene.submit(name)
     scene.then["step", 2] = lambda: scene.cancel("b")
@@ -84,7 +88,7 @@ def test_a_row_that_is_given_up_while_it_waits_is_not_read(model, monkeypatch):
 
 
 def test_a_row_that_is_given_up_while_it_is_read_is_not_read_on(model, monkeypatch):
-    scene = Scene(model, 2, monkeypatch)
+    scene = HangDiagnosis(model, 2, monkeypatch)
     for name in "abc":
         scene.submit(name, 8)
     scene.then["read", 2 + 8] = lambda: scene.cancel("b")  # two parts of its three
@@ -95,7 +99,7 @@ def test_a_row_that_is_given_up_while_it_is_read_is_not_read_on(model, monkeypat
 
 @pytest.mark.parametrize("given_up", ["a", "c"])  # the first of the live rows, and the last
 def test_a_live_row_that_is_given_up_gets_no_more_tokens(model, monkeypatch, given_up):
-    scene = Scene(model, 2, monkeypatch)
+    scene = HangDiagnosis(model, 2, monkeypatch)
     kept = {"a": "c", "c": "a"}[given_up]
     scene.submit(given_up, 30)
     scene.submit(kept, 6)
@@ -110,7 +114,7 @@ def test_a_live_row_that_is_given_up_gets_no_more_tokens(model, monkeypatch, giv
 
 
 def test_room_of_a_row_that_was_given_up_is_for_the_next(model, monkeypatch):
-    scene = Scene(model, 1, monkeypatch)
+    scene = HangDiagnosis(model, 1, monkeypatch)
     scene.submit("a", 30)
     scene.submit("c", 6)
     scene.then["step", 3] = lambda: scene.cancel("a")

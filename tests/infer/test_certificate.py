@@ -5,9 +5,9 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from shoal.checkpoint.export import export
 from shoal.errors import CheckpointError
 from shoal.infer import certificate
+from shoal.interop.export import export
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 

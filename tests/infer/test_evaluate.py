@@ -14,8 +14,9 @@ import transformers
 
 from shoal.data.tokenizer import bytes_tokenizer_json
 from shoal.errors import DataError, InputError
-from shoal.infer.evaluate import Measure, evaluate
+from shoal.infer.evaluate import evaluate
 from shoal.infer.load import load_text_model
+from shoal.infer.measure import Measure
 from shoal.infer.score import score, sliding_spans
 from shoal.infer.texts import read_passages, undo_moses
 from tests import commands

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.errors import InputError
-from shoal.infer.generate import Batch, Engine, Row, generate, tokens_that_fit
+from shoal.infer.generate import DecodingBatch, Engine, GeneratedRow, generate, tokens_that_fit
 from shoal.infer.sampling import Sampling
 from shoal.models.cache import KVCache
 from tests.models.hf import decoder_from_hf, random_gpt2, random_llama
@@ -22,7 +22,7 @@ def continuations(model, rows, sampling=GREEDY, stop_id=None):
 
 
 def rows_of(prompts, max_tokens=12):
-    return [Row(prompt, max_tokens, prompt=number) for number, prompt in enumerate(prompts)]
+    return [GeneratedRow(prompt, max_tokens, prompt=number) for number, prompt in enumerate(prompts)]
 
 
 @STYLES
@@ -30,7 +30,7 @@ def test_greedy_equals_transformers_and_generation_without_a_cache(make):
     reference = make()
     model = decoder_from_hf(reference)
     for prompt in PROMPTS:
-        ours = continuations(model, [Row(prompt, 20)])[0]
+        ours = continuations(model, [GeneratedRow(prompt, 20)])[0]
         theirs = reference.generate(
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0, use_cache=True
         )
@@ -71,9 +71,9 @@ def test_rows_of_unequal_length_see_their_own_tokens_only(make):
 
 def test_a_long_prompt_is_read_in_parts(monkeypatch):
     model = decoder_from_hf(random_gpt2())
-    whole = continuations(model, [Row(list(range(20)), 8)])
+    whole = continuations(model, [GeneratedRow(list(range(20)), 8)])
     monkeypatch.setattr("shoal.infer.generate._PREFILL", 6)
-    assert continuations(model, [Row(list(range(20)), 8)]) == whole
+    assert continuations(model, [GeneratedRow(list(range(20)), 8)]) == whole
 
 
 @STYLES
@@ -90,7 +90,7 @@ def test_rows_that_end_early_leave_the_others_as_they_are(sampling):
     model = decoder_from_hf(random_gpt2())
     full = continuations(model, rows_of(PROMPTS, 20), sampling)
     stop_id = full[2][5]
-    rows = [Row(PROMPTS[n], limit, prompt=n) for n, limit in enumerate((3, 20, 20, 9))]
+    rows = [GeneratedRow(PROMPTS[n], limit, prompt=n) for n, limit in enumerate((3, 20, 20, 9))]
     stopped = continuations(model, rows, sampling, stop_id)
     for row, got, unstopped in zip(rows, stopped, full, strict=True):
         expected = unstopped[: row.max_tokens]
@@ -101,13 +101,15 @@ def test_rows_that_end_early_leave_the_others_as_they_are(sampling):
 def test_the_longest_row_may_use_the_last_position_and_short_rows_go_on_after_it_stopped():
     model = decoder_from_hf(random_gpt2())
     long, short = list(range(30)), [7]
-    expected = continuations(model, [Row(short, 31)])
-    assert continuations(model, [Row(long, 2), Row(short, 31)])[1] == expected[0]
+    expected = continuations(model, [GeneratedRow(short, 31)])
+    assert continuations(model, [GeneratedRow(long, 2), GeneratedRow(short, 31)])[1] == expected[0]
 
 
 def test_samples_differ_by_seed_prompt_and_number_only():
     model = decoder_from_hf(random_gpt2())
-    rows = [Row([5, 9], 8, prompt=0, sample=n) for n in range(5)] + [Row([5, 9], 8, prompt=1)]
+    rows = [GeneratedRow([5, 9], 8, prompt=0, sample=n) for n in range(5)] + [
+        GeneratedRow([5, 9], 8, prompt=1)
+    ]
     first = continuations(model, rows, Sampling(seed=1, temperature=3.0))
     assert first == continuations(model, rows, Sampling(seed=1, temperature=3.0))
     assert len({tuple(row) for row in first}) == 6
@@ -116,7 +118,7 @@ def test_samples_differ_by_seed_prompt_and_number_only():
 
 def test_a_padded_id_is_never_drawn():
     model = decoder_from_hf(random_gpt2(), pad_multiple=1024)
-    rows = [Row([5], 30, sample=n) for n in range(20)]
+    rows = [GeneratedRow([5], 30, sample=n) for n in range(20)]
     drawn = {token for row in continuations(model, rows, Sampling(temperature=100.0)) for token in row}
     assert max(drawn) < 61
     assert len(drawn) > 50
@@ -139,8 +141,12 @@ def test_what_does_not_fit_learned_positions_is_refused():
 def test_a_row_may_leave_while_a_prompt_is_read_in_parts(make, gone, monkeypatch):
     monkeypatch.setattr("shoal.infer.generate._PREFILL", 4)
     model = decoder_from_hf(make())
-    rows = [Row([5, 9, 2], 20), Row([7], 20, prompt=1), Row([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, prompt=2)]
-    batch = Batch(Engine(model, 3, 30), None)
+    rows = [
+        GeneratedRow([5, 9, 2], 20),
+        GeneratedRow([7], 20, prompt=1),
+        GeneratedRow([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, prompt=2),
+    ]
+    batch = DecodingBatch(Engine(model, 3, 30), None)
     for number in (0, 1):
         assert list(batch.add(number, rows[number], GREEDY)) == [len(rows[number].tokens)]
     for _ in range(3):

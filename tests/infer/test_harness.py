@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shoal.errors import InputError, ShoalError
-from shoal.infer.evaluate import Measure, evaluate
+from shoal.infer.evaluate import evaluate
 from shoal.infer.load import load_text_model
+from shoal.infer.measure import Measure
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 

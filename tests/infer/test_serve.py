@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 
-from shoal.cli_models import serve
+from shoal.cli.models import serve
 from shoal.errors import InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling

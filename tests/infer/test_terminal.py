@@ -10,11 +10,11 @@ import torch
 from shoal.errors import DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
-from shoal.infer.terminal import Wish, answer, answer_file, converse, read_prompts, run
+from shoal.infer.terminal import GenerateOptions, answer, answer_file, converse, read_prompts, run
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 
-WISH = Wish(Sampling(greedy=True), max_tokens=5)
+WISH = GenerateOptions(Sampling(greedy=True), max_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_conversation_asks_and_survives_a_prompt_that_is_too_long(loaded, caps
 
 
 def test_several_samples_are_numbered(loaded, capsys):
-    answer(loaded, "fish", Wish(Sampling(), max_tokens=5, samples=3))
+    answer(loaded, "fish", GenerateOptions(Sampling(), max_tokens=5, samples=3))
     said = capsys.readouterr().out
     assert [f"--- {n} of 3\nfish" in said for n in (1, 2, 3)] == [True] * 3
 
@@ -55,7 +55,7 @@ def test_control_characters_do_nothing_on_a_terminal(loaded, capsys, monkeypatch
 def test_a_file_of_prompts_is_answered_line_by_line(loaded, tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out" / "out.jsonl"
     source.write_text('{"prompt": "fish", "id": 7}\n\n{"prompt": "längere Frage"}\n')
-    wish = Wish(Sampling(seed=1), max_tokens=6, samples=2, batch_size=3)
+    wish = GenerateOptions(Sampling(seed=1), max_tokens=6, samples=2, batch_size=3)
     answer_file(loaded, source, target, wish)
     first, second = map(json.loads, target.read_text().splitlines())
     assert (first["prompt"], first["id"], second["prompt"]) == ("fish", 7, "längere Frage")
@@ -103,7 +103,7 @@ def test_a_prompt_that_does_not_fit_is_named_by_line_and_nothing_is_written(load
 )
 def test_wishes_that_make_no_sense_are_refused(wish, said):
     with pytest.raises(InputError, match=said):
-        Wish(**{"sampling": Sampling()} | wish)
+        GenerateOptions(**{"sampling": Sampling()} | wish)
 
 
 def test_arguments_that_exclude_each_other_are_refused(tmp_path):

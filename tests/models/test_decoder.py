@@ -6,26 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.config.sections import Model
 from shoal.errors import ConfigError
 from shoal.models import decoder
 from shoal.models.counts import count_parameters
 from shoal.models.decoder import Decoder
 from shoal.models.init import build_decoder, initialise
-from shoal.models.shape import resolve_shape
 from tests.models.hf import decoder_from_hf, random_gpt2, random_llama
-
-TINY = {"n_layers": 2, "d_model": 32, "n_heads": 4, "max_seq_len": 16}
-STYLES = pytest.mark.parametrize("style", ["gpt2", "llama"])
-
-
-def tiny_shape(style: str, vocab_size: int = 50, **settings):
-    return resolve_shape(Model(style=style, **TINY | settings), vocab_size)
-
-
-def tokens(batch: int = 3, time: int = 16, vocab_size: int = 50, seed: int = 1):
-    return torch.randint(0, vocab_size, (batch, time), generator=torch.Generator().manual_seed(seed))
-
+from tests.models.tiny import STYLES, tiny_shape, tokens
 
 HF_MODELS = {
     "gpt2": lambda: random_gpt2(),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shoal.models.documents import attend, block_mask, dense_mask, document_ids, restarted_positions
 from shoal.models.init import build_decoder
-from tests.models.test_decoder import STYLES, tiny_shape, tokens
+from tests.models.tiny import STYLES, tiny_shape, tokens
 from tests.shared import SHARED
 
 GOLDENS = SHARED / "data/megatron/goldens/masks.json"

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal import scoring
 from shoal.models.init import build_decoder
-from tests.models.test_decoder import STYLES, tiny_shape, tokens
+from tests.models.tiny import STYLES, tiny_shape, tokens
 
 WAYS = pytest.mark.parametrize(("mode", "layers"), [("full", 1), ("full", 2), ("full", 5), ("selective", 1)])
 

@@ -6,8 +6,8 @@ import pytest
 from shoal.config.layout import parse_layout
 from tests.pool import Pool
 from tests.tiny_dataset import random_dataset
+from tests.train.layouts import values_of
 from tests.train.ranks import run_training
-from tests.train.test_parity import values_of
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 

@@ -27,9 +27,8 @@ def loss_on_the_device(model, micro, inputs=None):
 
 
 def test_losses_of_offloaded_weights_add_up_where_they_are_computed():
-    process = SimpleNamespace(device=SimpleNamespace(torch_device=META))
     mesh = SimpleNamespace(axes=None)
-    model = CutModel([Part(2, 2)], mesh, process, loss_on_the_device, lambda _: nullcontext())
+    model = CutModel([Part(2, 2)], mesh, META, loss_on_the_device, lambda _: nullcontext(), exchange=None)
     assert model.forward_backward([None, None], 1.0).device == META
 
 

@@ -6,9 +6,8 @@ import pytest
 from shoal.config.layout import parse_layout
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
-from tests.tiny_dataset import random_dataset
+from tests.train.layouts import values_of
 from tests.train.ranks import make_job, run_training
-from tests.train.test_parity import values_of
 
 # `make proof` has those that are marked.
 BF16_LAYOUTS = (
@@ -39,11 +38,6 @@ FP16_LAYOUTS = (
 )
 # At this scale the first steps overflow, which uses up the hysteresis and then halves it until they do not.
 FP16 = {"dtype": "fp16", "initial_scale": 2.0**22, "hysteresis": 2, "scale_window": 3}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def learning(data, words, **sections):

@@ -6,8 +6,8 @@ from shoal.config import layout_rules
 from shoal.config.layout import parse_layout
 from tests.pool import RankError
 from tests.tiny_dataset import random_dataset
+from tests.train.layouts import values_of
 from tests.train.ranks import run_training
-from tests.train.test_parity import values_of
 
 
 def train_against_the_rules(run_dir, values):

@@ -12,17 +12,12 @@ from shoal.config.layout import parse_layout, settings_of
 from shoal.config.sections import Model
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
-from shoal.parallel.tensor import Axis, TensorParallel, local, own_part
+from shoal.parallel.tensor import Axis, TensorParallel, own_part
+from shoal.runtime.mesh import local
 from shoal.train.step import forward_backward
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import make_job, tiny_config
 
 GPT2_MEDIUM = {"n_layers": 24, "d_model": 1024, "n_heads": 16, "max_seq_len": 1024}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def parts_on_meta(settings, vocab_size):

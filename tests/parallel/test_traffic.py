@@ -10,19 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from shoal.config.layout import parse_layout, settings_of
 from shoal.tasks.gpt import Gpt
-from shoal.train.step import clip, forward_backward, update
-from tests.tiny_dataset import random_dataset
-from tests.train.ranks import make_job, tiny_config
+from shoal.train.step import forward_backward, update
+from tests.train.ranks import make_job, result_of, tiny_config
 
 GATHERS = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # names by the version of torch
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter")
 # Large enough for weights to be nearly all that a rank holds; no dim is odd, so that shards need no padding.
 SHAPE = {"d_model": 128, "n_heads": 4, "max_seq_len": 16}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def values_of(data, words, micro_steps=1, n_layers=4, recompute="none"):
@@ -33,8 +27,7 @@ def values_of(data, words, micro_steps=1, n_layers=4, recompute="none"):
 
 
 def take_step(job, step):
-    loss = forward_backward(job, job.task.batch(step))
-    assert update(job, step, loss, clip(job))
+    assert update(job, result_of(job, step))
 
 
 class Traffic:
@@ -142,19 +135,19 @@ def held_by_a_rank(run_dir, values):
         return sum(size for address, size in storages().items() if address not in before)
 
     seen = []
-    honest = Gpt.run
+    honest = Gpt.forward_loss
 
     def run(self, model, micro, inputs=None):
         seen.append(held())
         return honest(self, model, micro, inputs)
 
-    Gpt.run = run
+    Gpt.forward_loss = run
     try:
         job = make_job(run_dir, values)
         take_step(job, 1)
         take_step(job, 2)
     finally:
-        Gpt.run = honest
+        Gpt.forward_loss = honest
     job.model.forget_gradients()
     sizes = {name: weight.numel() for name, weight in job.model.named_weights().items()}
     unit, last = sum(sizes.values()), sum(n for name, n in sizes.items() if not name.startswith("blocks."))

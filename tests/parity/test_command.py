@@ -96,7 +96,7 @@ def no_process(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(command, "Crew", refuse)
+    monkeypatch.setattr(command, "WorkerPool", refuse)
 
 
 @pytest.mark.parametrize(

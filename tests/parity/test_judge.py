@@ -5,8 +5,8 @@ import math
 import pytest
 
 from shoal.config.layout import parse_layout
-from shoal.parity.judge import Judge, Verdict
-from shoal.parity.trial import Distance, Outcome
+from shoal.parity.judge import Judge, LayoutResult
+from shoal.parity.trial import Distance, TrialResult
 
 NAMES = ["embed.weight", "block.weight", "norm.weight"]
 
@@ -17,7 +17,7 @@ def outcome(loss=2.0, *, block=5.0, **differences):
     tensors["weight"] = {name: Distance(0.0, 10.0) for name in NAMES}
     for kind, changed in differences.items():
         tensors[kind].update(changed)
-    return Outcome({"embed": 1.0, "block": block}, [loss, 1.5], [3.0, 2.0], 2.5, tensors)
+    return TrialResult({"embed": 1.0, "block": block}, [loss, 1.5], [3.0, 2.0], 2.5, tensors)
 
 
 def judge(*reordered):
@@ -27,7 +27,7 @@ def judge(*reordered):
 
 
 def verdict(judge, *ranks):
-    return Verdict(parse_layout("tp2"), judge.findings(list(ranks)), judge.below_floor, "in a test", 0.0)
+    return LayoutResult(parse_layout("tp2"), judge.findings(list(ranks)), judge.below_floor, "in a test", 0.0)
 
 
 def test_equal_runs_are_rounding():

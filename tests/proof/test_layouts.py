@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.record import write_record
 from shoal.config.layout import parse_layout
-from tests.proof.test_parity import ALL
+from tests.proof.layouts import ALL
 from tests.tiny_dataset import random_dataset
+from tests.train.layouts import CASES, MODELS, PROOF, check, values_of
 from tests.train.ranks import run_training
-from tests.train.test_parity import CASES, MODELS, PROOF, check, values_of
-from tests.train.test_reshard import STYLES, check_matrix
+from tests.train.resharding import STYLES, check_matrix
 
 COMPARED = ALL.split(", ")
 THREE_AXES = ("pp2*dp2*tp2", "pp2+interleaved*zero3x2*tp2+sp")  # 8 processes

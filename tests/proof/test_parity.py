@@ -8,12 +8,9 @@ import time
 import pytest
 
 from benchmarks.record import write_record
+from tests.proof.layouts import ALL
 
 SIX = "dp2, zero3x2, tp2+sp, pp2, dp2*tp2, pp2*dp2"
-ALL = (
-    "dp2, dp4, zero1x2, zero2x2, zero3x4, dp2*zero3x2, tp2, tp2+sp, tp4+sp, pp2+gpipe, pp2, pp2+interleaved, "
-    "pp2+zero_bubble, pp4, dp2*tp2, zero3x2*tp2+sp, pp2*dp2, pp2*tp2+sp, pp2*zero2x2, pp2*dp2*tp2"
-)
 STYLES = {"gpt2": ["tiny"], "llama": ["tiny-llama", "--model.n_kv_heads=4"]}
 
 pytestmark = [pytest.mark.proof, pytest.mark.alone, pytest.mark.timeout(2400)]

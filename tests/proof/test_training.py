@@ -15,7 +15,7 @@ from benchmarks.record import write_record
 from shoal.train.metrics import read_metrics
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, write_dataset
-from tests.train.test_command import Running, same_weights, shoal
+from tests.train.commands import Running, same_weights, shoal
 
 SHAKESPEARE = SHARED / "data/text/tinyshakespeare.txt"
 

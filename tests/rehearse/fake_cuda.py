@@ -39,8 +39,8 @@ from torch.utils._pytree import tree_iter
 
 from shoal.config.sections import Runtime
 from shoal.runtime.device import select_device
-from shoal.runtime.process import Process, take_seat
-from shoal.runtime.seat import Seat
+from shoal.runtime.process import Process, form_groups
+from shoal.runtime.rank_info import RankInfo
 from tests.rehearse.walked_backward import walked
 
 T = TypeVar("T")
@@ -299,8 +299,8 @@ def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
         "torch.distributed.broadcast_object_list": lambda *_, **__: None,
         "shoal.runtime.process.Process.sum": _sum,
         "shoal.parallel.apply.DistributedDataParallel": FakeReplica,
-        "shoal.gradsync.carried.ThreadPoolExecutor": AtOnce,
-        "shoal.gradsync.rounds.in_thread": lambda work: AtOnce().submit(work),
+        "shoal.strategies.compression.ThreadPoolExecutor": AtOnce,
+        "shoal.strategies.rounds.in_thread": lambda work: AtOnce().submit(work),
         "torch.compile": lambda function, **options: compiled(function, **options, backend=_run_as_captured),
         "torch._dynamo.config.fail_on_recompile_limit_hit": True,
         "torch._C._InferenceMode": lambda on: torch.no_grad() if on else contextlib.nullcontext(),
@@ -315,8 +315,8 @@ def fake_rank(rank: int = 0, world_size: int = 1) -> Iterator[Process]:
             stack.enter_context(walked())
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             runtime = Runtime(device="cuda", threads=1, timeout_s=60)
-            seat = Seat(rank, world_size, rank, world_size)
-            process = take_seat(seat, select_device("cuda", 0, world_size), runtime)
+            info = RankInfo(rank, world_size, rank, world_size)
+            process = form_groups(info, select_device("cuda", 0, world_size), runtime)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(CudaIsFake())
             yield process

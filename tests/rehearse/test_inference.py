@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.infer.generate import Row, generate
+from shoal.infer.generate import GeneratedRow, generate
 from shoal.infer.sampling import Sampling
 from shoal.models.init import build_decoder
-from tests.models.test_decoder import STYLES, tiny_shape
+from tests.models.tiny import STYLES, tiny_shape
 from tests.rehearse.fake_cuda import DEVICE, fake_rank
 
 
@@ -17,7 +17,7 @@ from tests.rehearse.fake_cuda import DEVICE, fake_rank
 def test_prompts_of_unequal_length_are_continued(style, sampling):
     with fake_rank():
         model = build_decoder(tiny_shape(style), seed=1, device=DEVICE).eval()
-        rows = [Row([1, 2, 3], 4), Row([4], 3, prompt=1)]
+        rows = [GeneratedRow([1, 2, 3], 4), GeneratedRow([4], 3, prompt=1)]
         told = list(generate(model, rows, sampling, stop_id=None))
         assert [number for number, _ in told].count(0) == 4
         assert [number for number, _ in told].count(1) == 3
@@ -34,4 +34,4 @@ def test_a_cache_on_the_host_is_refused():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shoal.models.cache.torch.zeros", on_host)
             with pytest.raises(RuntimeError, match="device"):
-                list(generate(model, [Row([1, 2, 3], 2)], Sampling(greedy=True), stop_id=None))
+                list(generate(model, [GeneratedRow([1, 2, 3], 2)], Sampling(greedy=True), stop_id=None))

@@ -8,7 +8,6 @@ import torch
 from shoal.config.layout import parse_layout
 from tests.rehearse.fake_cuda import DEVICE
 from tests.rehearse.ranks import HOST, devices_of, expected_graphs, on, rehearse, values_of
-from tests.tiny_dataset import random_dataset
 
 GPT2 = {"dropout": 0.1, "attention_dropout": 0.1}
 LLAMA = {"style": "llama", "n_kv_heads": 2}
@@ -31,11 +30,6 @@ LAYOUTS = [
     ("pp2*tp2+sp", LLAMA, "full"),
     ("pp2*zero2x2", {}, "none"),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def train_as_all(tmp_path, dataset, layout, /, **sections):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shoal.config.layout import parse_layout
-from shoal.gradsync import codecs
 from shoal.models import documents
 from shoal.parallel import tensor
 from shoal.parallel.apply import CutModel
+from shoal.strategies import codecs
 from shoal.tasks.feed import Feed
 from shoal.train import optimiser
 from tests.rehearse.fake_cuda import DEVICE, fake_rank
@@ -35,14 +35,14 @@ def _positions_stay(patch):
 
 
 def _one_gradient_stays(patch):
-    plain = optimiser.clip_gradients
+    plain = optimiser.unscale_gradients
 
-    def stay(model, limit, scale=1.0):
+    def stay(model, scale):
         weight = next(iter(model.updated_weights().values()))
         weight.grad = torch.zeros(weight.shape)
-        return plain(model, limit, scale)
+        return plain(model, scale)
 
-    patch.setattr("shoal.train.step.clip_gradients", stay)
+    patch.setattr("shoal.train.step.unscale_gradients", stay)
 
 
 def _signs_stay(patch):
@@ -58,7 +58,7 @@ def _total_stays(patch):
     plain = CutModel.forward_backward
 
     def stay(model, micro_batches, factor):
-        model._device = torch.device("cpu")
+        model.device = torch.device("cpu")
         return plain(model, micro_batches, factor)
 
     patch.setattr(CutModel, "forward_backward", stay)

@@ -10,7 +10,6 @@ from shoal.data.prepare.examples import RANDOM, prepare_examples
 from shoal.data.prepare.options import PrepareOptions
 from tests.rehearse.fake_cuda import DEVICE
 from tests.rehearse.ranks import devices_of, on, rehearse, values_of
-from tests.tiny_dataset import random_dataset
 
 EXCHANGES = ("bf16", "int8", "onebit", "topk", "powersgd")
 ALGORITHMS = ("ring", "chunked_ring", "tree", "halving_doubling", "hierarchical")
@@ -29,11 +28,6 @@ SYNCS = [
     *(("dp2", {"algorithm": name}) for name in ALGORITHMS),
     *(("1", {"strategy": name, **settings}) for name, settings in APART.items()),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 @pytest.mark.parametrize(("layout", "sync"), SYNCS)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal import cli_train
 from shoal.config.sections import Config
 from shoal.errors import InputError, ShoalError
+from shoal.launch import start
 from shoal.runtime.files import alone_in
+from shoal.runtime.rank_info import RankInfo
 from shoal.runtime.run_folder import in_sentences
-from shoal.runtime.seat import Seat
 from shoal.train import worker
 from shoal.train.request import Request
 
@@ -65,5 +65,5 @@ def test_the_first_rank_of_a_host_holds_the_folder_under_torchrun(
     (tmp_path / "metrics.jsonl").mkdir()
     layout = SimpleNamespace(replicas=1)
     request = SimpleNamespace(run_dir=tmp_path, config=Config(), resolve_layout=lambda size: layout)
-    assert cli_train._join(request, None, 1, Seat(rank, 4, local_rank, 2)) == 7
+    assert start._as_rank(request, None, 1, RankInfo(rank, 4, local_rank, 2)) == 7
     assert (tmp_path / "metrics.jsonl.bad").is_dir() == (rank == 0)

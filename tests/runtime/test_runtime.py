@@ -1,4 +1,4 @@
-"""Seats, devices, threads and failures, from made-up environments."""
+"""Rank info, devices, threads and failures, from made-up environments."""
 
 import json
 import os
@@ -12,21 +12,21 @@ from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.runtime import device as devices
 from shoal.runtime.failure import first_cause, is_peer_loss, record_failure
 from shoal.runtime.files import atomic_write, read_json, write_json
-from shoal.runtime.seat import Seat, read_seat
+from shoal.runtime.rank_info import RankInfo, read_rank_info
 
 
-def test_no_launcher_means_no_seat():
-    assert read_seat({}) is None
-    assert read_seat({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+def test_no_launcher_means_no_rank_info():
+    assert read_rank_info({}) is None
+    assert read_rank_info({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
 
-def test_a_batch_script_outside_of_srun_has_no_seat():
-    assert read_seat({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}) is None
+def test_a_batch_script_outside_of_srun_has_no_rank_info():
+    assert read_rank_info({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}) is None
 
 
 def test_torchruns_variables_are_read():
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_seat(env | {"TORCHELASTIC_RESTART_COUNT": "2"}) == Seat(3, 4, 1, 2, 2)
+    assert read_rank_info(env | {"TORCHELASTIC_RESTART_COUNT": "2"}) == RankInfo(3, 4, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_torchruns_variables_are_read():
 def test_slurms_variables_are_read(node, tasks, expected):
     env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "7"}
     env |= {"SLURM_LOCALID": "1", "SLURM_NODEID": node}
-    assert read_seat(env | {"SLURM_TASKS_PER_NODE": tasks}) == Seat(5, 7, 1, expected, 0)
+    assert read_rank_info(env | {"SLURM_TASKS_PER_NODE": tasks}) == RankInfo(5, 7, 1, expected, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_slurms_variables_are_read(node, tasks, expected):
 def test_mpiruns_variables_are_read_before_slurms(names):
     env = dict(zip(names, ("5", "8", "1", "4"), strict=True))
     slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    assert read_seat(env | slurm) == Seat(5, 8, 1, 4, 0)
+    assert read_rank_info(env | slurm) == RankInfo(5, 8, 1, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_mpiruns_variables_are_read_before_slurms(names):
 )
 def test_garbled_variables_are_refused(env):
     with pytest.raises(InputError, match="the launcher's variables are incomplete or not numbers"):
-        read_seat(env)
+        read_rank_info(env)
 
 
 def fake_gpus(monkeypatch, count, capability=(9, 0)):
@@ -156,7 +156,7 @@ def test_a_report_of_an_earlier_attempt_does_not_count(tmp_path):
 
 def test_a_rank_that_was_told_twice_to_end_explains_nothing(tmp_path):
     """By the user, and by the agent once another one had ended: this is a stop, not an error."""
-    assert first_cause(tmp_path, 0, {0: 143, 1: -15}).echo
+    assert first_cause(tmp_path, 0, {0: 143, 1: -15}).secondary
     assert first_cause(tmp_path, 0, {0: 143, 1: 3}).rank == 1
 
 

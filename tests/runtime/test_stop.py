@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.runtime.device import select_device
-from shoal.runtime.process import take_seat
-from shoal.runtime.seat import Seat
+from shoal.runtime.process import form_groups
+from shoal.runtime.rank_info import RankInfo
 from shoal.runtime.startup import SIGNALS
 from shoal.runtime.stop import STARTED, Stop
 
@@ -24,8 +24,8 @@ def _ask(run_dir: Path, how: str) -> tuple[bool, str]:
     last = rank == world_size - 1
     runtime = Runtime(max_time_s=60, stop_after=3 if how == "--stop-after 3" else 0)
     os.environ[STARTED] = str(time.time() - (90 if last and how.startswith("the time") else 0))
-    process = take_seat(
-        Seat(rank, world_size, rank, world_size), select_device("cpu", rank, world_size), runtime
+    process = form_groups(
+        RankInfo(rank, world_size, rank, world_size), select_device("cpu", rank, world_size), runtime
     )
     stop = Stop(process, run_dir, runtime, launched=False)
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -16,18 +16,13 @@ from tests.tiny_dataset import VOCAB_SIZE, random_dataset, with_other_tokenizer
 from tests.train.ranks import make_job, tiny_config
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
 def batches_and_threads(run_dir, values):
     """Return the batches of some steps in odd order, and the reading threads left after a whole training."""
     before = set(threading.enumerate())
     job = make_job(run_dir, values)
     batches = [job.task.batch(step) for step in (1, 2, 5, 2)]
     for batch in batches:
-        assert np.array_equal(batch.tensors[0], job.task.loader.batch(batch.step).data)
+        assert np.array_equal(batch.data[0], job.task.loader.batch(batch.step).data)
     assert train(job)
     names = [thread.name for thread in set(threading.enumerate()) - before]
     return [batch.samples for batch in batches], [name for name in names if name.startswith("ahead")]

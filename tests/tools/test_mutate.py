@@ -33,7 +33,7 @@ def rounds(count: int) -> int:
     return done
 
 
-def elsewhere() -> int:
+def tied_duplicates() -> int:
     program = "import toy.calc; print(toy.calc.answer())"
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
 

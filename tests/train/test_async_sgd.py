@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 
 from shoal.train.metrics import read_metrics
-from tests.tiny_dataset import random_dataset
+from tests.train.commands import Running, shoal
 from tests.train.ranks import run_training, tiny_config
-from tests.train.test_command import Running, nothing_stays, shoal
-from tests.train.test_islands import SGD
-
-__all__ = ["nothing_stays"]  # a fixture
+from tests.train.replica_groups import SGD
 
 ASYNC = {"strategy": "async_sgd"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def close(left, right, **tolerance):

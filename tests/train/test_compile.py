@@ -20,13 +20,7 @@ from shoal.models.shape import resolve_shape
 from shoal.parallel import compile as compiling
 from shoal.runtime.compiler import missing_compiler
 from shoal.runtime.device import Device
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def graphs_compiled():

@@ -21,7 +21,7 @@ def evaluated(run_dir, values):
     def note(*args):
         found.append([])
         for micro, samples, targets, valid in honest(*args):
-            if valid and mesh.speaks_for_its_tokens:
+            if valid and mesh.is_loss_rank:
                 found[-1] += micro.tokens_bt[:, :4].tolist()
             yield micro, samples, targets, valid
 

@@ -1,6 +1,7 @@
 """Strategies that exchange gradients, in real runs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,17 +12,11 @@ from shoal.config.sections import Model
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
 from shoal.train.saving import resume
-from shoal.train.step import clip, forward_backward, update
-from tests.tiny_dataset import VOCAB_SIZE, random_dataset
-from tests.train.ranks import TINY, make_job, run_training, tiny_config
-from tests.train.test_resume import equal
+from shoal.train.step import update
+from tests.tiny_dataset import VOCAB_SIZE
+from tests.train.ranks import TINY, equal, make_job, result_of, run_training, tiny_config
 
 FOUR = {"train": {"steps": 4}, "sync": {"strategy": "onebit", "block": 128, "warmup_steps": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +71,7 @@ def stopped(pool, data, tmp_path_factory):
 def held_back(run_dir, values):
     """Resume; return what this rank holds back."""
     job = make_job(run_dir, values)
-    job.sync.start(resume(job))
+    job.replicas.start(resume(job))
     return {name: tensor.numpy().copy() for name, tensor in job.model.exchange.state().items()}
 
 
@@ -110,8 +105,8 @@ def with_an_overflow(run_dir, values):
     job = make_job(run_dir, values)
     seen = []
     for step, overflow in ((1, math.inf), (2, 0.0)):
-        loss = forward_backward(job, job.task.batch(step))
-        applied = update(job, step, loss, clip(job) + overflow)
+        result = result_of(job, step)
+        applied = update(job, replace(result, grad_norm=result.grad_norm + overflow))
         residuals = job.model.exchange.state().values()
         seen.append((applied, any(bool(residual.any()) for residual in residuals)))
     return seen

@@ -4,18 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from shoal.config.layout import parse_layout, settings_of
-from tests.tiny_dataset import random_dataset
-from tests.train.ranks import run_training, tiny_config
+from tests.train.ranks import refusal_of_poisoned, run_poisoned, run_training, tiny_config
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +44,11 @@ def test_dropout_changes_the_curve(reference):
     assert reference["plain"]["losses"] != reference["dropout"]["losses"]
 
 
-def poisoned_run(run_dir, values):
-    """Train with a loss that is NaN on rank 1 alone in step 3."""
-    from shoal.tasks.gpt import Gpt
-
-    honest = Gpt.run
-
-    def run(self, model, micro, inputs=None):
-        value = honest(self, model, micro, inputs)
-        poisoned = dist.get_rank() == 1 and self.poisoned_step == 3
-        return value * float("nan") if poisoned else value
-
-    batch = Gpt.batch
-
-    def note_step(self, step):
-        self.poisoned_step = step
-        return batch(self, step)
-
-    Gpt.run, Gpt.batch = run, note_step
-    try:
-        return run_training(run_dir, values)
-    finally:
-        Gpt.run, Gpt.batch = honest, batch
-
-
 @pytest.mark.parametrize("words", ["dp2", "tp2", "pp2", "zero3x2"])
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, data, tmp_path, words):
     parallel = settings_of(parse_layout(words))
     results = pool.run(
-        poisoned_run, 2, tmp_path, tiny_config(data, parallel=parallel, guard={"nonfinite": "skip"})
+        run_poisoned, 2, tmp_path, tiny_config(data, parallel=parallel, guard={"nonfinite": "skip"})
     )
     applied = [line["applied"] for line in results[0]["lines"] if "applied" in line]
     assert applied == [True, True, False, True, True]
@@ -91,9 +60,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, data, tmp
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_by_default(pool, data, tmp_path):
-    with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
-        pool.run(poisoned_run, 2, tmp_path, tiny_config(data))
-    assert str(caught.value).count("step 3: loss or gradient norm is not finite") == 2
+    refusals = pool.run(refusal_of_poisoned, 2, tmp_path, tiny_config(data))
+    assert all("step 3: loss or gradient norm is not finite" in refusal for refusal in refusals)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,29 +10,22 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.train import loop
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 
 SPIKE, PEAK, LOW, WARMUP = 9.0, 1e-2, 1e-3, 2
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def train_with_losses(run_dir, values, losses):
     """Train as if the loss were 3 but in some steps; add the rates that optimisers had in each step."""
     step, rates = None, {}
 
-    def forward_backward(job, batch, honest=loop.forward_backward):
-        honest(job, batch)
-        return losses.get(batch.step, 3.0)
+    def agree(job, batch, total, honest=loop.agree):
+        return replace(honest(job, batch, total), loss=losses.get(batch.step, 3.0))
 
-    def update(job, number, *args, honest=loop.update):
+    def update(job, result, honest=loop.update):
         nonlocal step
-        step = number
-        applied = honest(job, number, *args)
+        step = result.step
+        applied = honest(job, result)
         step = None
         return applied
 
@@ -40,7 +34,7 @@ def train_with_losses(run_dir, values, losses):
             rates.setdefault(step, set()).update(group["lr"] for group in optimiser.param_groups)
 
     hook = register_optimizer_step_pre_hook(note)
-    with mock.patch.multiple(loop, forward_backward=forward_backward, update=update):
+    with mock.patch.multiple(loop, agree=agree, update=update):
         result = run_training(run_dir, values)
     hook.remove()
     everyone = [None] * dist.get_world_size()

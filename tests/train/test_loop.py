@@ -25,37 +25,39 @@ def job_of(**sections):
 )
 def test_a_validation_is_due_every_so_many_steps_and_at_the_last_one(every, steps):
     job = job_of(train={"steps": 10}, eval={"every": every})
-    assert [step for step in range(1, 11) if validation_is_due(job, step)] == steps
+    assert [step for step in range(1, 11) if validation_is_due(job.config, step)] == steps
 
 
 def test_a_save_that_failed_ends_training_with_the_step_in_which_it_is_known(monkeypatch):
     """Not with the next save: until then there would be nothing new to go on from."""
     job = job_of(train={"steps": 9}, eval={"every": 0}, checkpoint={"every": 0})
-    job.sync.start.return_value = 2
-    job.sync.stopping.return_value = False
-    for name in ("resume", "forward_backward", "clip", "update", "save"):
+    job.replicas.start.return_value = 2
+    job.replicas.stopping.return_value = False
+    job.task.batch = lambda step: SimpleNamespace(step=step)
+    for name in ("resume", "forward_backward", "agree", "update", "save"):
         monkeypatch.setattr(loop, name, MagicMock())
     job.checkpoints.poll.side_effect = [None, ShoalError("the disk is full")]
     with pytest.raises(ShoalError, match="the disk is full"):
         loop.train(job)
-    assert [call.args[0] for call in job.metrics.record.call_args_list] == [3, 4]
+    assert [call.args[0] for call in job.metrics.facts.call_args_list] == [3, 4]
 
 
 def test_what_several_parts_hold_is_loaded_by_each_and_saved_by_one(monkeypatch):
     job = job_of()
     weight = torch.zeros(2)
     job.model.named_weights.return_value = {"embed.weight": weight, "norm.weight": weight}
-    job.model.elsewhere = ["embed"]
-    job.sync.tensors.return_value = {"momentum.norm.weight": weight}
+    job.model.tied_duplicates = ["embed"]
+    job.replicas.tensors.return_value = {"momentum.norm.weight": weight}
     moments = {"embed.weight.exp_avg": weight, "norm.weight.exp_avg": weight}
     monkeypatch.setattr(saving, "optimiser_tensors", lambda named, optimiser: moments)
-    assert set(saving._tensors(job)) == {
+    job.replicas.expect.return_value = {}
+    assert set(saving._expected(saving.parts_of(job), {})) == {
         "model.embed.weight",
         "model.norm.weight",
         "optimizer.embed.weight.exp_avg",
         "optimizer.norm.weight.exp_avg",
     }
-    assert set(saving._tensors(job, saving=True)) == {
+    assert set(saving._tensors(job)) == {
         "model.norm.weight",
         "optimizer.norm.weight.exp_avg",
         "sync.momentum.norm.weight",

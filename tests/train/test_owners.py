@@ -10,19 +10,12 @@ import torch
 from shoal.config.load import validate
 from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
-from shoal.train.step import clip, forward_backward, update
-from tests.tiny_dataset import random_dataset
-from tests.train.ranks import make_job, run_training, tiny_config
-from tests.train.test_reshard import load_each, save_and_go_on, together
-from tests.train.test_resume import equal
+from shoal.train.step import agree, forward_backward, update
+from tests.train.ranks import equal, make_job, result_of, run_training, tiny_config
+from tests.train.resharding import load_each, save_and_go_on, together
 
 STRATEGIES = ("central_serial", "central_parallel", "device_sharded", "tree_update")
 TRAIN = {"steps": 5, "micro_batch_size": 2}  # a rank accumulates, whether there are 1, 2 or 4
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def values_of(data, strategy, **sections):
@@ -129,11 +122,12 @@ def leave_one_out(run_dir, values):
     job = make_job(run_dir, values)
     taken = []
     for step in (1, 2):
-        loss = forward_backward(job, job.task.batch(step))
+        batch = job.task.batch(step)
+        total = forward_backward(job, batch)
         if step == 1:
             for weight in job.model.updated_weights().values():
                 weight.grad.fill_(torch.inf)
-        taken.append(update(job, step, loss, clip(job)))
+        taken.append(update(job, agree(job, batch, total)))
     return taken, {name: p.detach().numpy().copy() for name, p in job.model.named_weights().items()}
 
 
@@ -163,12 +157,11 @@ def traffic_of_a_step(run_dir, values):
     )
     try:
         job.clock.begin()
-        loss = forward_backward(job, job.task.batch(1))
-        assert update(job, 1, loss, clip(job))
-        job.clock.end()
+        assert update(job, result_of(job, 1))
+        _, phases = job.clock.end().read()
     finally:
         torch.distributed.ProcessGroup.allreduce = honest
-    return owners.transport.traffic.num_bytes, max(seen), job.clock.phases["communication"]
+    return owners.transport.traffic.num_bytes, max(seen), phases["communication"]
 
 
 def test_a_step_sends_gradients_once_and_both_ways_are_communication(pool, data, tmp_path):
@@ -176,5 +169,5 @@ def test_a_step_sends_gradients_once_and_both_ways_are_communication(pool, data,
     whole = 4 * count_parameters(resolve_shape(validate(values_of(data, "tree_update"), "").model, 257)).total
     for sent, largest, seconds in ranks:
         assert sent == whole  # rank 1 its gradients, rank 0 the weights
-        assert largest == 1  # loss, norm: no tensor went another way
+        assert largest == 8  # what a step tells all ranks: no tensor went another way
         assert seconds >= 0.2

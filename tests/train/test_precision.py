@@ -9,15 +9,7 @@ import torch.distributed as dist
 
 from shoal.config.sections import Optimizer
 from shoal.train.optimiser import build_optimiser
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
-from tests.train.test_parts import model  # noqa: F401 (a fixture)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
 
 FP16 = {"dtype": "fp16", "initial_scale": 1024.0, "scale_window": 2}
 
@@ -119,7 +111,7 @@ def test_other_optimisers_learn_resume_and_do_not_care_for_the_layout(pool, data
             assert np.array_equal(moment, resumed["moments"][parameter][key]), (parameter, key)
 
 
-def test_muon_takes_the_published_step(model):  # noqa: F811
+def test_muon_takes_the_published_step(model):
     """Momentum, Nesterov, five Newton-Schulz iterations, in float64 by hand."""
     settings = Optimizer(name="muon", lr=0.1, weight_decay=0.0, momentum=0.95)
     optimiser = build_optimiser(dict(model.named_parameters()), settings)

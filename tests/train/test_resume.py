@@ -7,28 +7,15 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import Manifest, file_entry, read_manifest
+from shoal.data.dataset import seal
 from shoal.runtime.files import hash_file
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import random_dataset, with_other_tokenizer, write_dataset
-from tests.train.ranks import make_job, run_training, tiny_config
+from tests.train.ranks import equal, make_job, run_training, tiny_config
 
 SIX = {"steps": 6}
 DROPOUT = {"dropout": 0.1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
-def equal(left, right):
-    assert left["losses"] == right["losses"]
-    assert left["norms"] == right["norms"]
-    for name, weight in left["weights"].items():
-        assert np.array_equal(weight, right["weights"][name]), name
-        for key, moment in left["moments"][name].items():
-            assert np.array_equal(moment, right["moments"][name][key]), (name, key)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -234,7 +221,7 @@ def test_the_same_tokenizer_written_otherwise_goes_on(pool, data, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(spec | {"decoder": None}, indent=3))
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["tokenizer"]["xxh3"] = hash_file(other / "tokenizer.json")
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    (other / "manifest.json").write_text(json.dumps(seal(manifest)))
     values = tiny_config(other, **ONE_STEP)
     pool.run(run_child, 1, tmp_path / "new", values, tmp_path / "first", False, timeout=200)
 

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 from shoal.train.metrics import read_metrics
 from tests import commands
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 from tests.train.run_folders import FAULTS, cases, check_case, run_cases
 
@@ -27,11 +26,6 @@ SETTINGS = [
     "--runtime.threads=1",
     "--precision.dtype=fp32",
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def test_a_run_goes_on_with_the_same_weights_or_says_which_file(pool, data, tmp_path):

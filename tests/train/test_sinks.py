@@ -15,13 +15,7 @@ from shoal.errors import ConfigError
 from shoal.train import sinks
 from shoal.train.request import Request
 from shoal.train.sinks import Sinks
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
 
 
 def fake_wandb(calls):

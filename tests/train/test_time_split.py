@@ -6,34 +6,28 @@ import pytest
 import torch.distributed as dist
 
 from shoal.config.layout import parse_layout, settings_of
-from tests.tiny_dataset import random_dataset
 from tests.train.ranks import run_training, tiny_config
 
 SLEEP_S = 0.04  # a micro-batch, on the slow rank
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return random_dataset(tmp_path_factory.mktemp("data") / "walk")
-
-
 def run_with_a_slow_rank(run_dir, values):
     """Train; rank 1 sleeps in every forward pass."""
     from shoal.tasks.gpt import Gpt
 
-    honest = Gpt.run
+    honest = Gpt.forward_loss
 
     def run(self, model, micro, inputs=None):
         if dist.get_rank() == 1:
             time.sleep(SLEEP_S)
         return honest(self, model, micro, inputs)
 
-    Gpt.run = run
+    Gpt.forward_loss = run
     try:
         return run_training(run_dir, values)
     finally:
-        Gpt.run = honest
+        Gpt.forward_loss = honest
 
 
 @pytest.mark.parametrize(

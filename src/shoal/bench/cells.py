@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.bench.hosts import NAMES, TwoHosts
-from shoal.bench.measured import Measured, measured
+from shoal.bench.measured import MeasuredRun, measured
 from shoal.bench.sizes import parse_rate
-from shoal.comm.cost import all_reduce_cost
 from shoal.comm.slow_transport import MBIT
 from shoal.config.load import config_from_toml, validate
 from shoal.config.sections import Runtime
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
+from shoal.plan.link_cost import all_reduce_cost
 from shoal.runtime.device import choose_threads
 from shoal.runtime.files import write_json
 from shoal.tasks.choose import open_task
@@ -133,12 +133,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellResult:
     """What came of a cell: what was measured, or why nothing was."""
 
     cell: Cell
     status: Literal["done", "refused", "failed"]
-    found: Measured | None = None
+    found: MeasuredRun | None = None
     reason: str = ""
 
     def as_record(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Outcome:
         return record | {name: getattr(found, name) for name in summary} | asdict(found)
 
 
-def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> Outcome:
+def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> CellResult:
     """Train, telling `watch` the steps done; what is already there is taken, what was begun goes on."""
     run_dir, asked = folder / re.sub(r"[^\w.=]+", "-", cell.name), cell.words()
     finished = run_dir / "cell.json"
@@ -173,9 +173,9 @@ def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int],
         status = _train(cell, run_dir, hosts, watch)
         if status != EXIT_DONE:
             kind: Literal["refused", "failed"] = "refused" if status == EXIT_BAD_INPUT else "failed"
-            return Outcome(cell, kind, reason=_why(run_dir))
+            return CellResult(cell, kind, reason=_why(run_dir))
         write_json(finished, {"status": status})
-    return Outcome(cell, "done", _measure(cell, run_dir))
+    return CellResult(cell, "done", _measure(cell, run_dir))
 
 
 def _read_words(path: Path) -> Any:
@@ -233,7 +233,7 @@ def _why(run_dir: Path) -> str:
     return " ".join(text.rpartition("\n")[2].split())[-_LAST_WORDS:] or "it ended without a word"
 
 
-def _measure(cell: Cell, run_dir: Path) -> Measured:
+def _measure(cell: Cell, run_dir: Path) -> MeasuredRun:
     by_formula = None
     if cell.way.is_uncounted and not cell.layout:  # a ring in chunks, with gloo and NCCL
         config = config_from_toml((run_dir / "config.toml").read_text(), str(run_dir))

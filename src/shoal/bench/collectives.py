@@ -21,9 +21,9 @@ from shoal.bench.record import begin, describe
 from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
-from shoal.comm.cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.comm.transport import Transport
 from shoal.errors import InputError
+from shoal.plan.link_cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.runtime.files import check_targets, write_json
 
 _BUDGET_S = 0.4  # for the repeats of one algorithm and size
@@ -32,7 +32,7 @@ _PATTERN = 3  # whole numbers below it are added: exact in bf16 too, on up to 12
 
 
 @dataclass(frozen=True)
-class Ask:
+class CollectivesOptions:
     """What is to be measured."""
 
     algorithms: tuple[str, ...]  # none: all that make a difference here
@@ -41,7 +41,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectivesRow:
     """One algorithm at one size: what nccl-tests prints, and what the formula says."""
 
     algorithm: str
@@ -63,7 +63,9 @@ class Row:
         return self.algorithm_bandwidth * 2 * (self.size - 1) / self.size
 
 
-def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list[Row]:
+def measure(
+    transport: Transport, tell: Callable[[str], None], ask: CollectivesOptions
+) -> list[CollectivesRow]:
     """Time each algorithm at each size, taking turns. Collective over the transport's ranks."""
     dtype = getattr(torch, ask.dtype)
     algorithms = ask.algorithms or _all_that_differ(transport, dtype, tell)
@@ -86,7 +88,7 @@ def measure(transport: Transport, tell: Callable[[str], None], ask: Ask) -> list
                 if repeat < repeats[algorithm]:
                     samples[algorithm].append(time_all_reduce(transport, algorithm, tensor.zero_()))
         rows += [
-            Row(
+            CollectivesRow(
                 algorithm,
                 count * dtype.itemsize,
                 count,
@@ -154,9 +156,11 @@ def command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
     check_targets(json, plot)
-    ask = Ask(tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype)
+    ask = CollectivesOptions(
+        tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype
+    )
     begin()
-    rows: list[Row] | None = on_ranks(nproc, transport, measure, ask)
+    rows: list[CollectivesRow] | None = on_ranks(nproc, transport, measure, ask)
     if rows is None:  # another rank reports
         return 0
     names = dict.fromkeys(row.algorithm for row in rows)
@@ -182,24 +186,24 @@ def _sizes_between(least: int, most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _fit(rows: list[Row]) -> Link | None:
+def _fit(rows: list[CollectivesRow]) -> Link | None:
     """Return the link that explains an algorithm's times; None where there is no formula or one size."""
     if rows[0].algorithm == "backend":
         return None
     return fit_link([_cost(row) for row in rows], [row.seconds for row in rows])
 
 
-def _cost(row: Row) -> Cost:
+def _cost(row: CollectivesRow) -> Cost:
     if row.algorithm == "hierarchical":
         return hierarchical_cost(max(row.hosts), len(row.hosts), row.num_bytes)
     return all_reduce_cost(row.algorithm, row.size, row.num_bytes)
 
 
-def _expected_s(row: Row, link: Link | None) -> float | None:
+def _expected_s(row: CollectivesRow, link: Link | None) -> float | None:
     return _cost(row).seconds(link) if link else None
 
 
-def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
+def _print(rows: list[CollectivesRow], links: dict[str, Link | None], dtype: str) -> None:
     """Print nccl-tests' columns, the time by formula, and the links."""
     title = f"all-reduce on {rows[0].size} ranks; times in ms, bandwidths in GB/s"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -234,7 +238,9 @@ def _print(rows: list[Row], links: dict[str, Link | None], dtype: str) -> None:
             )
 
 
-def _report(rows: list[Row], links: dict[str, Link | None], transport: str, dtype: str) -> dict[str, Any]:
+def _report(
+    rows: list[CollectivesRow], links: dict[str, Link | None], transport: str, dtype: str
+) -> dict[str, Any]:
     return {
         **describe("collectives"),
         "ranks": rows[0].size,
@@ -257,7 +263,7 @@ def _report(rows: list[Row], links: dict[str, Link | None], transport: str, dtyp
     }
 
 
-def _draw(rows: list[Row], links: dict[str, Link | None], path: Path) -> None:
+def _draw(rows: list[CollectivesRow], links: dict[str, Link | None], path: Path) -> None:
     """Draw measured times over sizes, and those of the formulas as thin lines."""
     from matplotlib.figure import Figure
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shoal.bench.cells import Cell, Network, Outcome, parse_way, run
+from shoal.bench.cells import Cell, CellResult, Network, parse_way, run
 from shoal.bench.hosts import TwoHosts, why_not
 from shoal.bench.record import begin, describe
 from shoal.bench.sizes import parse_rate
@@ -52,7 +52,7 @@ NETWORKS = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class GridOptions:
     """What is to be measured."""
 
     strategies: tuple[str, ...]  # none: all
@@ -65,11 +65,11 @@ class Ask:
     runs: Path | None  # None: a folder that goes at the end
 
 
-def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
+def command(ask: GridOptions, output: Path | None, plot: Path | None) -> int:
     """Measure cell by cell; whatever ends this, say what was found so far. Return 1 where a cell failed."""
     check(ask, output, plot)
     begin()
-    outcomes: list[Outcome] = []
+    outcomes: list[CellResult] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, outcomes, ask, output, plot)
         folder = ask.runs or Path(
@@ -83,7 +83,7 @@ def command(ask: Ask, output: Path | None, plot: Path | None) -> int:
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def check(ask: Ask, output: Path | None, plot: Path | None) -> None:
+def check(ask: GridOptions, output: Path | None, plot: Path | None) -> None:
     """Raise an InputError for what cannot be measured, before anything is."""
     for network in ask.networks:
         if network not in NETWORKS:
@@ -107,7 +107,7 @@ def check(ask: Ask, output: Path | None, plot: Path | None) -> None:
     check_targets(output, plot)
 
 
-def plan(ask: Ask, folder: Path) -> list[Cell]:
+def plan(ask: GridOptions, folder: Path) -> list[Cell]:
     """Return the cells, one worker by all-reduce alone and on one host: there is nobody to agree with."""
     cells = []
     for number, name in enumerate(ask.networks):
@@ -139,7 +139,7 @@ def make_data(folder: Path, made_of: tuple[str, ...]) -> Path:
     return output
 
 
-def measure(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
+def measure(cells: Sequence[Cell], folder: Path) -> Iterator[CellResult]:
     """Run one cell after the other, those of a link together; say on the terminal what runs."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -150,7 +150,7 @@ def measure(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
                     progress.update(bar, description=cell.name, completed=done)
                     there = replace(cell, slowed=bool(reason) and link != HOSTS)
                     if why := _why_not(there, hosts, reason):
-                        yield Outcome(there, "refused", reason=why)
+                        yield CellResult(there, "refused", reason=why)
                     else:
                         yield run(there, folder, hosts, partial(_show, progress, bar, done))
                     done += cell.steps
@@ -189,22 +189,22 @@ def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
             yield hosts, ""
 
 
-def report(outcomes: Sequence[Outcome], ask: Ask) -> dict[str, Any]:
+def report(outcomes: Sequence[CellResult], ask: GridOptions) -> dict[str, Any]:
     """Return the record, with every sample."""
     asked = {"steps": ask.steps, "links": ask.links, "workers": ask.workers, "networks": ask.networks}
     return {**describe("gradsync"), "asked": asked, "cells": [outcome.as_record() for outcome in outcomes]}
 
 
-def _say(outcomes: Sequence[Outcome], ask: Ask, output: Path | None, plot: Path | None) -> None:
+def _say(outcomes: Sequence[CellResult], ask: GridOptions, output: Path | None, plot: Path | None) -> None:
     for table in tables(outcomes):
         Console(width=None if sys.stdout.isatty() else 110).print(table)
     if outcomes and plot is not None:
         draw(outcomes, plot)
 
 
-def groups(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+def groups(outcomes: Sequence[CellResult]) -> list[list[CellResult]]:
     """Return together what can be compared: one network, number of workers, layout, link and length."""
-    found: dict[tuple[str | int, ...], list[Outcome]] = {}
+    found: dict[tuple[str | int, ...], list[CellResult]] = {}
     for outcome in outcomes:
         cell = outcome.cell
         key = cell.network.name, cell.workers, cell.layout, cell.link, cell.slowed, cell.steps
@@ -221,12 +221,12 @@ def title(cell: Cell) -> str:
     return f"{cell.network.name}: {workers}" + (f", {cell.layout}" if cell.layout else "")
 
 
-def tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
+def tables(outcomes: Sequence[CellResult]) -> Iterator[Table]:
     """Yield a table for each group."""
     yield from map(_table, groups(outcomes))
 
 
-def _table(group: Sequence[Outcome]) -> Table:
+def _table(group: Sequence[CellResult]) -> Table:
     cell = group[0].cell
     batch, steps = cell.network.global_batch_size, cell.steps
     done = [outcome.found for outcome in group if outcome.found]
@@ -262,7 +262,7 @@ def _table(group: Sequence[Outcome]) -> Table:
     return table
 
 
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(outcomes: Sequence[CellResult], path: Path) -> None:
     """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both.
 
     Left out is a table of one row, such as that of one worker, where others have more.

@@ -21,7 +21,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A run, step by step as rank 0 saw it."""
 
     step_s: list[float]
@@ -76,13 +76,13 @@ def measured(
     warmup_steps: int = 0,
     period: int = 1,
     by_formula: float | None = None,
-) -> Measured:
+) -> MeasuredRun:
     """Read the lines of metrics.jsonl; `by_formula` are the bytes a step where nobody counted them."""
     steps = [line for line in lines if "seconds" in line]
     took = list(itertools.accumulate((line["seconds"] for line in steps), initial=0.0))
     counted = all("sync_bytes" in line for line in steps)
     guessed = None if by_formula is None else [by_formula] * len(steps)
-    return Measured(
+    return MeasuredRun(
         step_s=[line["seconds"] for line in steps],
         communication_s=[line["communication_s"] for line in steps],
         sync_bytes=[line["sync_bytes"] for line in steps] if counted else guessed,

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from shoal.comm.collectives import add_up_on, broadcast
 from shoal.comm.reduction import Reduction
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
 from shoal.errors import InputError
+from shoal.gradsync.exchange import Handle
 
 SEGMENT_BYTES = 8 << 20  # what travels while the segment before it is added
 _Algorithm = Callable[[Transport, Tensor, Reduction], None]

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Traffic, Transport
+from shoal.comm.transport import Transport
+from shoal.gradsync.exchange import Handle, Traffic
 
 _SEGMENT_BYTES = 8 << 20  # of a tensor, each with the time limit of a transfer: a slow link is not a dead one
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
 from shoal.errors import InputError, ShoalError
+from shoal.gradsync.exchange import Handle
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
+from shoal.gradsync.exchange import Handle
 
 
 class SilentTransport(Transport):

@@ -8,8 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
 from shoal.errors import InputError
+from shoal.gradsync.exchange import Handle
 
 MBIT = 1e6 / 8  # bytes
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
+from shoal.gradsync.exchange import Handle
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Transport
+from shoal.comm.transport import Transport
+from shoal.gradsync.exchange import Handle
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

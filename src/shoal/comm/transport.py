@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.errors import InputError
-
-
-class Handle(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> object:
-        """Return when what was sent may be written, and what was received may be read."""
-
-
-@dataclass
-class Traffic:
-    """What a rank has sent since it began to count."""
-
-    num_bytes: int = 0
-    num_messages: int = 0
+from shoal.gradsync.exchange import Handle, Traffic
 
 
 class Transport(ABC):

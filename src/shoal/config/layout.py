@@ -29,7 +29,7 @@ class Layout:
     zero: int = 0
     sequence: bool = False
     schedule: str = "1f1b"
-    islands: int = 1  # replicas that are worlds of their own, of which this is one
+    replica_groups: int = 1  # replicas that are worlds of their own, of which this is one
 
     @property
     def dp(self) -> int:
@@ -39,16 +39,16 @@ class Layout:
     @property
     def batch_parts(self) -> int:
         """Parts that a batch is cut into."""
-        return self.islands * self.dp
+        return self.replica_groups * self.dp
 
     @property
     def replicas(self) -> int:
         """Copies of the model that train on parts of a batch, in this world or another."""
-        return self.islands * self.dp_replicate
+        return self.replica_groups * self.dp_replicate
 
-    def as_island(self) -> Layout:
+    def as_replica_group(self) -> Layout:
         """Return the layout of one replica, which is a world of its own."""
-        return replace(self, dp_replicate=1, islands=self.replicas)
+        return replace(self, dp_replicate=1, replica_groups=self.replicas)
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.config.sections import Config
+from shoal.config.sections import Config, Runtime
 from shoal.errors import ConfigError
 
 
@@ -19,6 +19,7 @@ def check(config: Config, dp: int) -> None:
     _check_batch(config, dp)
     _check_lengths(config)
     _check_profile(config)
+    _check_guard(config)
     weights, datasets = config.data.weights, config.data.datasets
     if weights and len(weights) != len(datasets):
         raise ConfigError(
@@ -30,6 +31,17 @@ def check(config: Config, dp: int) -> None:
 def grad_accum_steps(config: Config, dp: int) -> int:
     """Return the micro-steps of one optimiser step on each of dp data-parallel ranks."""
     return config.train.global_batch_size // (config.train.micro_batch_size * dp)
+
+
+def hang_limit_s(runtime: Runtime) -> float:
+    """Return the seconds without progress that count as a hang."""
+    if runtime.hang_s >= runtime.timeout_s:
+        raise ConfigError(
+            f"runtime.hang_s = {runtime.hang_s:g} is not below runtime.timeout_s = {runtime.timeout_s:g}: "
+            "ranks would give each other up before anybody could say why",
+            hint="lower runtime.hang_s (0 is half of timeout_s), or raise runtime.timeout_s",
+        )
+    return runtime.hang_s or runtime.timeout_s / 2
 
 
 def _check_batch(config: Config, dp: int) -> None:
@@ -84,4 +96,20 @@ def _check_profile(config: Config) -> None:
         raise ConfigError(
             f"train.profile = {list(window)} is no window of this run's {steps} steps",
             hint=f"give the first and the last step, for example train.profile = [1, {min(3, steps)}]",
+        )
+
+
+def _check_guard(config: Config) -> None:
+    guard = config.guard
+    needs = {
+        "guard.nonfinite = skip": guard.nonfinite == "skip",
+        "guard.spike = skip": guard.spike == "skip" and guard.spike_factor > 0,
+        "precision.dtype = fp16": config.precision.dtype == "fp16",
+        f"sync.strategy = {config.sync.strategy}": config.sync.strategy != "allreduce",
+    }
+    if guard.late and any(needs.values()):
+        raise ConfigError(
+            f"guard.late takes a step before it is judged, and {next(n for n in needs if needs[n])} has to "
+            "know before",
+            hint="set guard.late = false, or change the other",
         )

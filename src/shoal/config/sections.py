@@ -294,6 +294,15 @@ class Guard(Section):
     """A loss above spike_factor times its running mean: go on, leave the step out, or stop."""
     spike_factor: float = Field(default=2.0, ge=0.0)
     """How many times the running mean of the loss counts as a spike; 0 turns the check off."""
+    late: bool = False
+    """Judge a step while the next one runs, so that no step waits for a GPU: a bad step is taken before it is
+    found, but nothing is saved after it. For warn and stop; not with fp16 or a sync.strategy. Where both
+    checks need nothing (nonfinite = warn, spike_factor = 0), values are read on log steps alone."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether there is more to do about an odd step than to tell of it."""
+        return self.nonfinite != "warn" or self.spike_factor > 0
 
 
 class Runtime(Section):

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 # exchange: gradients become the same on all replicas. owner: one replica updates a weight for all.
 # outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
 Kind = Literal["exchange", "owner", "outer", "asynchronous"]
+BUCKET_BYTES = 32 << 20  # of what is sent after the backward pass
 _CLASSIC_LAYERS = 3  # of the network with fewest
 _OUTER = ("every", "lr", "int8", "block", "warmup_steps")
 _WITH_MOMENTUM = (*_OUTER, "momentum", "momentum_follows_lr")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.data.cut import AFTER_WORD, Cut
+from shoal.data.boundaries import AFTER_WORD, Boundary
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD_RULES = (
@@ -80,7 +80,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def cut_rule(spec: dict[str, Any]) -> Cut | None:
+def boundary_rule(spec: dict[str, Any]) -> Boundary | None:
     """Return where a text may be cut without changing ids under this `tokenizer.json`; None where unknown."""
     stages = _stages(spec.get("pre_tokenizer"))
     if spec.get("normalizer") is not None or not stages or _visible_added(spec):

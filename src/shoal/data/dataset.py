@@ -151,7 +151,8 @@ def read_manifest(path: Path, format: str, version: int) -> dict[str, Any]:
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest with its own digest, which makes damage to the manifest visible, too."""
-    return {**manifest, "digest": digest_of(manifest)}
+    facts = {name: value for name, value in manifest.items() if name != "digest"}
+    return {**facts, "digest": digest_of(facts)}
 
 
 def _open_split(path: Path, name: str, manifest: dict[str, Any]) -> TokenSplit:

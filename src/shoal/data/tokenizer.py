@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.data.bytelevel import BYTE_OF, byte_level_merges, cut_rule, tiktoken_ranks, to_chars
-from shoal.data.cut import ANYWHERE, Cut, sentencepiece_cut
+from shoal.data.boundaries import ANYWHERE, Boundary, sentencepiece_boundary
+from shoal.data.bytelevel import BYTE_OF, boundary_rule, byte_level_merges, tiktoken_ranks, to_chars
 from shoal.data.growth import refuse_growth
 from shoal.errors import DataError
 
@@ -34,7 +34,7 @@ class Backend(Protocol):
     name: str
     vocab_size: int
     eod_id: int
-    cut: Cut | None
+    cut: Boundary | None
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts of moderate size."""
@@ -149,7 +149,7 @@ class JsonBackend:
             )
         self._spec, self._where = spec, where
         self._is_bytes = _is_bytes(spec)
-        self.cut = ANYWHERE if self._is_bytes else cut_rule(spec)
+        self.cut = ANYWHERE if self._is_bytes else boundary_rule(spec)
         self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -209,7 +209,7 @@ class SentencePieceBackend:
             )
         self.name = "SentencePiece"
         pieces = map(self.processor.id_to_piece, range(self.vocab_size))
-        self.cut = sentencepiece_cut(content, pieces)
+        self.cut = sentencepiece_boundary(content, pieces)
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts one after the other."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,18 +13,19 @@ from shoal.doctor import hosts, links, machine, primitives
 from shoal.doctor.machine import Finding
 from shoal.runtime.files import check_targets, write_json
 from shoal.runtime.log import quieten_libraries, to_screen
+from shoal.runtime.network import Endpoint
 
 Matrix = dict[str, dict[str, primitives.Outcome]]
 
 
 def diagnose(
-    folder: Path, place: tuple[Any, ...] = (), datasets: tuple[Path, ...] = ()
+    folder: Path, endpoint: Endpoint | None = None, datasets: tuple[Path, ...] = ()
 ) -> tuple[list[Finding], Matrix]:
     """Run every check for work in `folder`; those that need torch are left out where it does not start.
 
     Return the findings, and what each operation between two ranks came to on each back end and device.
 
-    `place` is where this host meets others, for the checks of several hosts: (nnodes, host, port, node).
+    `endpoint` is where this host meets others, for the checks of several hosts.
     """
     torch_finding = machine.check_torch()
     has_torch = torch_finding.status == "ok"
@@ -41,7 +41,7 @@ def diagnose(
         return findings, {}
     findings += [links.check_gpudirect(), links.check_gpu_paths(), links.check_copy_rate()]
     pair = machine.check_two_processes()
-    between = hosts.check_hosts(place, folder, data) if place else []
+    between = hosts.check_hosts(endpoint, folder, data) if endpoint else []
     findings += [pair, *between]
     if pair.status != "problem":  # what keeps two processes apart would be taken for a fault of NCCL's
         meets = not between or between[0].status == "ok"
@@ -52,12 +52,12 @@ def diagnose(
     return findings, {}
 
 
-def doctor(json_path: Path | None, place: tuple[Any, ...] = (), datasets: tuple[Path, ...] = ()) -> int:
+def doctor(json_path: Path | None, endpoint: Endpoint | None = None, datasets: tuple[Path, ...] = ()) -> int:
     """Print the findings as a table, write them to `json_path` too, and return the exit status."""
     quieten_libraries()
     to_screen()
     check_targets(json_path)
-    findings, matrix = diagnose(Path.cwd(), place, datasets)
+    findings, matrix = diagnose(Path.cwd(), endpoint, datasets)
     table = Table("check", "")
     for heading in ("what was seen", "what to do"):
         table.add_column(heading, overflow="fold")

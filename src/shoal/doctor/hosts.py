@@ -1,7 +1,7 @@
 """Can several hosts train together? `shoal doctor --rdzv HOST:PORT --nnodes N` runs this on each of them.
 
-Every host sees the same findings, which name hosts. The checks talk through the board of the launchers' own
-meeting, so that what works here works for training.
+Every host sees the same findings, which name hosts. The checks talk through the launchers' own
+rendezvous, so that what works here works for training.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from typing import TYPE_CHECKING, Any
 from shoal.doctor.machine import Finding
 from shoal.errors import ShoalError
 from shoal.runtime import network
+from shoal.runtime.network import Endpoint
 
 if TYPE_CHECKING:
-    from shoal.runtime.rendezvous import Rendezvous
+    from shoal.launch.rendezvous import Rendezvous
 
 MEETING_LIMIT_S = 30.0
 REACH_LIMIT_S = 3.0
 CLOCK_LIMIT_S = 1.0
 
 
-def check_hosts(place: tuple[Any, ...], folder: Path, data: list[Finding]) -> list[Finding]:
-    """Meet the other hosts and compare. `place` is (nnodes, host, port, node rank or None).
+def check_hosts(endpoint: Endpoint, folder: Path, data: list[Finding]) -> list[Finding]:
+    """Meet the other hosts at the endpoint, and compare.
 
     `data` holds what `check_dataset` saw here.
     """
-    from shoal.runtime.rendezvous import Place, Rendezvous
+    from shoal.launch.rendezvous import Rendezvous
 
     try:
-        hosts = Rendezvous(Place(*place), 1, MEETING_LIMIT_S)
+        hosts = Rendezvous(endpoint, 1, MEETING_LIMIT_S)
     except ShoalError as error:
         return [Finding("rendezvous", "problem", error.message, error.hint)]
     try:
@@ -59,7 +60,7 @@ def check_hosts(place: tuple[Any, ...], folder: Path, data: list[Finding]) -> li
 
 
 def check_interface(address: str, chosen: str | None = None) -> Finding:
-    """Which interface routes to the meeting place, and will gloo use it? `chosen` is the user's wish."""
+    """Which interface routes to the rendezvous, and will gloo use it? `chosen` is the user's wish."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "") if chosen is None else chosen
     found = network.interface_towards(address)
     fact = f"{found} ({network.address_towards(address)}) routes to {address}"

@@ -285,10 +285,11 @@ def _write_rate(folder: Path, num_bytes: int) -> float:
 
 def run_ranks(command: list[str], world_size: int) -> list[tuple[int, str, str]]:
     """Run `command` as some ranks on this host; return exit status, stdout and stderr of each."""
-    from shoal.runtime.rendezvous import Place, open_store
+    from shoal.launch.rendezvous import open_store
+    from shoal.runtime.network import Endpoint
 
     # A store of ours is there before them: a port that is only found free may be taken until they listen.
-    store = open_store(Place(), "127.0.0.1", START_LIMIT_S)
+    store = open_store(Endpoint(), "127.0.0.1", START_LIMIT_S)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))

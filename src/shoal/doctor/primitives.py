@@ -15,7 +15,8 @@ from shoal.doctor.machine import Finding, find_mpirun, run_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.comm.transport import Handle, Transport
+    from shoal.comm.transport import Transport
+    from shoal.gradsync.exchange import Handle
 
 RANKS = 2
 _NUMEL = 1 << 18  # 1 MB of fp32

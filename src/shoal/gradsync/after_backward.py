@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.gradsync.cost import BUCKET_BYTES
+from shoal.config.sync_rules import BUCKET_BYTES
 from shoal.gradsync.exchange import Bucket, Exchange
-from shoal.parallel.tensor import local
+from shoal.runtime.mesh import local_gradient
 
 
 class SumAfterBackward:
@@ -53,13 +53,6 @@ class SumAfterBackward:
                     bucket, filled = {}, 0
             if bucket:
                 yield bucket
-
-
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the part of a gradient that this rank holds, sharing its memory."""
-    gradient = parameter.grad
-    assert gradient is not None, "a parameter has no gradient"
-    return local(gradient)
 
 
 def _cut(parameter: nn.Parameter) -> str:

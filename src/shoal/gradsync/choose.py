@@ -1,70 +1,57 @@
-"""The exchange that a configuration asks for."""
+"""How the replicas of a run agree; a strategy beside the back end's all-reduce is loaded when asked for."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterable
+import importlib
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from shoal.comm.slow_transport import slowed
-from shoal.comm.torch_transport import TorchTransport
-from shoal.config.sections import Config, Sync
-from shoal.gradsync.carried import Carried
-from shoal.gradsync.codecs import Bf16, Int8, OneBit
+from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
 from shoal.gradsync.exchange import BackEnd, Exchange
-from shoal.gradsync.methods import Exact, Method, PowerSGD, TopK, TwoPhase
-from shoal.parallel.tensor import local
+from shoal.gradsync.replicas import Replica, SynchronousReplicas, WeightOwners
 from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# What kind of strategy is in which module. `make` there takes what the functions below give it.
+_MODULES = {
+    "exchange": "shoal.strategies.exchange",
+    "owner": "shoal.strategies.owners",
+    "outer": "shoal.strategies.rounds",
+    "asynchronous": "shoal.strategies.async_sgd",
+}
 
 
-def choose_exchange(config: Config, mesh: Mesh, process: Process, named: dict[str, nn.Parameter]) -> Exchange:
-    """Make what sums these weights' gradients over the replicas. Collective over the world."""
-    dtype, sync = REDUCE_DTYPES[config.precision.reduce_dtype], config.sync
-    if mesh.layout.dp_replicate == 1 or (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
-        return BackEnd(mesh.group("dp_replicate") if mesh.axes is not None else None, dtype)
-    group = mesh.new_group("dp_replicate", "exchange", config.runtime.timeout_s)
-    transport = slowed(TorchTransport(group, process.device.torch_device), config.runtime.slow_link)
-    if sync.algorithm == "hierarchical":
-        transport.hosts = _hosts(group, process)
-    parts = {name: local(weight.detach()) for name, weight in named.items()}
-    name = f"{sync.strategy} of rank {sync.rank}" if sync.strategy == "powersgd" else sync.strategy
-    return Carried(name, transport, method_of(sync, parts, dtype), parts, sync.warmup_steps)
+def _module(config: Config) -> Any:
+    return importlib.import_module(_MODULES[strategy_of(config).kind])
 
 
-def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Method:
-    """Return how a strategy adds up; `parts` are this rank's of each weight, `dtype` is all-reduce's."""
-    match sync.strategy:
-        case "allreduce":
-            return Exact(sync.algorithm, dtype)
-        case "bf16":
-            return TwoPhase(Bf16())
-        case "int8":
-            return TwoPhase(Int8(sync.block))
-        case "onebit":
-            return TwoPhase(OneBit(sync.block, sync.feedback))
-        case "topk":
-            return TopK(sync.density, sync.feedback)
-        case "powersgd":
-            return PowerSGD(sync.rank, parts)
-    raise AssertionError(f"{sync.strategy} is no exchange of gradients")
+def make_exchange(config: Config, mesh: Mesh, process: Process, weights: dict[str, nn.Parameter]) -> Exchange:
+    """Return what sums these weights' gradients over the replicas. Collective over the world."""
+    plain = (config.sync.strategy, config.sync.algorithm) == ("allreduce", "backend")
+    if strategy_of(config).kind != "exchange" or mesh.layout.dp_replicate == 1 or plain:
+        group = mesh.group("dp_replicate") if mesh.axes is not None else None
+        return BackEnd(group, REDUCE_DTYPES[config.precision.reduce_dtype])
+    dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
+    return cast(Exchange, _module(config).make(config, mesh, process, weights, dtype))
 
 
-def _hosts(group: dist.ProcessGroup, process: Process) -> list[list[int]]:
-    """Return the ranks of a group by host. Collective over the world."""
-    names = [""] * process.world_size
-    dist.all_gather_object(names, socket.gethostname(), group=process.control)
-    return by_host(names[rank] for rank in dist.get_process_group_ranks(group))
+def make_owners(config: Config, process: Process, weights: dict[str, nn.Parameter]) -> WeightOwners | None:
+    """Return the owners of a replica's weights, None where each rank updates its own. Collective."""
+    if strategy_of(config).kind != "owner":
+        return None
+    dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
+    return cast(WeightOwners, _module(config).make(config, process, weights, dtype))
 
 
-def by_host(names: Iterable[str]) -> list[list[int]]:
-    """Return the places of equal names together, those of the first one first."""
-    places: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        places.setdefault(name, []).append(place)
-    return list(places.values())
+def make_replicas(replica: Replica, exchange: Exchange, mesh: Mesh) -> SynchronousReplicas:
+    """Return what the replicas do for each other after a step; reach the others where they are apart."""
+    config = replica.config
+    if strategy_of(config).apart:
+        return cast(SynchronousReplicas, _module(config).make(replica))
+    if isinstance(exchange, BackEnd):
+        return SynchronousReplicas()
+    return cast(SynchronousReplicas, _module(config).error_feedback(exchange, mesh, config.parallel.split))

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.transport import Handle
-from shoal.gradsync.exchange import Bucket, Exchange
+from shoal.gradsync.exchange import Bucket, Exchange, Handle
 
 
 class SumDuringBackward:

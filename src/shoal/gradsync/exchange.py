@@ -1,21 +1,36 @@
-"""How gradients of replicas become their sum, a bucket at a time: the interface, and the back end's way."""
+"""The exchange that sums gradients of replicas by buckets: the interface, and the back end's all-reduce."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.transport import Handle, Traffic
-from shoal.runtime.ring import label
+from shoal.runtime.flight_recorder import label
+
+
+class Handle(Protocol):
+    """A communication that has begun."""
+
+    def wait(self) -> object:
+        """Return when sent tensors may be overwritten and received ones read."""
+
+
+@dataclass
+class Traffic:
+    """Bytes and messages that a rank has sent."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together: `flat` is all of them, `views` each one in its shape, in that order."""
+    """Gradients that are exchanged together: `flat` has all, `views` each by name, in that order."""
 
     number: int
     flat: Tensor
@@ -23,7 +38,7 @@ class Bucket:
 
 
 class Exchange(ABC):
-    """Replaces buckets by their sums over all replicas, the same bits on each, and may keep state for it.
+    """Replaces buckets by their sums over all replicas, bit for bit the same on each; may keep state.
 
     Sums are not divided: the loss already is, by the global number of tokens. Every replica starts the same
     buckets in the same order.
@@ -33,21 +48,21 @@ class Exchange(ABC):
     traffic: Traffic | None = None  # what this rank has sent, where somebody counts
 
     def begin(self, step: int, scale: float) -> None:  # noqa: B027
-        """Say which step the next buckets belong to, and by what the loss was multiplied."""
+        """Begin a step, whose loss was multiplied by `scale`."""
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
-        """Start an exchange; the bucket is untouched by others until its handle was waited for."""
+        """Start the exchange of a bucket; it may not be used until the handle was waited for."""
 
     def end(self, *, applied: bool) -> None:  # noqa: B027
-        """Say whether the step was taken; one that was not leaves no trace in the state."""
+        """End a step; one that was not `applied` leaves the state unchanged."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return by name what this replica keeps from step to step, to be saved or filled in place."""
+        """Return the state of this replica by name, to be saved or filled in place."""
         return {}
 
     def common_state(self) -> dict[str, Tensor]:
-        """Return the same for what all replicas have alike."""
+        """Return the state that is the same on all replicas."""
         return {}
 
 
@@ -55,7 +70,7 @@ class BackEnd(Exchange):
     """The back end's all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Let gradients travel as `dtype`; sums of another format than the gradients' are rounded to it."""
+        """Send gradients as `dtype`, to which sums are rounded."""
         self._group = group
         self._dtype = dtype
 

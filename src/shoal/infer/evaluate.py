@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from shoal.checkpoint.manifest import STATE, read_state
 from shoal.data.dataset import open_dataset
 from shoal.data.identity import refuse_other_tokenizer
 from shoal.errors import DataError, InputError
-from shoal.infer.cut import load_cut
+from shoal.infer.distributed import load_distributed
 from shoal.infer.load import TextModel
-from shoal.infer.score import Score, Span, sliding_spans
+from shoal.infer.measure import Found, Measure, score_all
+from shoal.infer.score import Span, sliding_spans
 from shoal.infer.texts import read_passages, read_text, undo_moses
 from shoal.runtime.files import check_targets, read_json, write_json
 from shoal.scoring import perplexity
-
-Found = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What to measure on, in windows of `seq_len` tokens (0: all positions), `stride` apart (0: seq_len)."""
-
-    text: Path | None = None
-    wikitext: Path | None = None
-    lambada: Path | None = None
-    data: Path | None = None
-    tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
-    task_folder: Path | None = None  # with more of them
-    limit: int = 0  # examples of a task; 0: all
-    allow_tokenizer_mismatch: bool = False
-    split: str = "validation"
-    seq_len: int = 0
-    stride: int = 0
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        for name, least in (("seq_len", 0), ("stride", 0), ("limit", 0), ("batch_size", 1)):
-            if (value := getattr(self, name)) < least:
-                option = name.replace("_", "-")
-                raise InputError(
-                    f"--{option} {value} is not allowed", hint=f"use {least + (not least)} or more"
-                )
 
 
 def run(path: Path, measure: Measure, device: str, tp: int, nproc: int, json_file: Path | None) -> None:
@@ -65,7 +35,7 @@ def run(path: Path, measure: Measure, device: str, tp: int, nproc: int, json_fil
         raise InputError("--limit and --task-folder are for tasks", hint="name them: --tasks NAME,NAME")
     if measure.task_folder is not None and not measure.task_folder.is_dir():
         raise InputError(f"{measure.task_folder} is not a folder")
-    with load_cut(path, device, tp, nproc) as loaded:
+    with load_distributed(path, device, tp, nproc) as loaded:
         found = evaluate(loaded, measure)
         checkpoint = loaded.checkpoint
     _print(found, str(checkpoint))
@@ -161,26 +131,6 @@ def _seq_len(loaded: TextModel, measure: Measure) -> int:
             hint=f"use --seq-len {shape.max_seq_len} or less",
         )
     return measure.seq_len or shape.max_seq_len
-
-
-def score_all(loaded: TextModel, spans: Sequence[Span], batch_size: int) -> list[Score]:
-    """Score spans, the longest first and in batches of alike lengths, with a progress bar on a terminal."""
-    order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
-    console, size = Console(stderr=True), batch_size * loaded.replicas
-    bar: Callable[..., Iterable[int]] = track
-    steps = bar(
-        range(0, len(spans), size),
-        description="scoring",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    scores: dict[int, Score] = {}
-    for n in steps:
-        numbers = order[n : n + size]
-        found = loaded.score([spans[number] for number in numbers], batch_size)
-        scores |= zip(numbers, found, strict=True)
-    return [scores[number] for number in range(len(spans))]
 
 
 def _by_byte(loaded: TextModel, tokens: NDArray[np.integer], measure: Measure, num_bytes: int) -> Found:

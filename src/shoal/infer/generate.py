@@ -24,7 +24,7 @@ _PREFILL = 512  # tokens of a prompt that are read at a time
 
 
 @dataclass(frozen=True)
-class Row:
+class GeneratedRow:
     """One sequence to continue: `prompt` and `sample` number it and decide what it draws."""
 
     tokens: Sequence[int]
@@ -113,7 +113,7 @@ class _Live(Generic[Key]):
     left: int
 
 
-class Batch(Generic[Key]):
+class DecodingBatch(Generic[Key]):
     """Rows that are continued together, each as if it were alone; they may come and go at any token."""
 
     def __init__(self, engine: Engine, stop_id: int | None) -> None:
@@ -124,7 +124,7 @@ class Batch(Generic[Key]):
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, key: Key, row: Row, sampling: Sampling) -> Iterator[int]:
+    def add(self, key: Key, row: GeneratedRow, sampling: Sampling) -> Iterator[int]:
         """Read a prompt, at most 512 tokens at each turn of this iterator, then take the row in as `key`.
 
         Yields how many were read: in parts, what attention needs does not grow with the square of the prompt,
@@ -179,14 +179,14 @@ class Batch(Generic[Key]):
 
 
 def generate(
-    model: Decoder, rows: Sequence[Row], sampling: Sampling, stop_id: int | None
+    model: Decoder, rows: Sequence[GeneratedRow], sampling: Sampling, stop_id: int | None
 ) -> Iterator[tuple[int, int]]:
     """Yield (row number, token id), a token for each unfinished row in turn.
 
     A row ends with its `max_tokens` or before `stop_id`, which is not yielded.
     """
     capacity = max(len(row.tokens) + row.max_tokens for row in rows)
-    batch: Batch[int] = Batch(Engine(model, len(rows), capacity), stop_id)
+    batch: DecodingBatch[int] = DecodingBatch(Engine(model, len(rows), capacity), stop_id)
     for number, row in enumerate(rows):
         for _ in batch.add(number, row, sampling):
             pass

@@ -15,9 +15,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from shoal.errors import InputError, ShoalError, nearest
-from shoal.infer.evaluate import Found, Measure, score_all
-from shoal.infer.generate import Row
+from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel, load_text_model
+from shoal.infer.measure import Found, Measure, score_all
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Span
 from shoal.infer.text import complete
@@ -100,10 +100,10 @@ class HarnessModel(TemplateLM):
                 texts[number] = one.text
         return texts
 
-    def _row(self, context: str, max_tokens: int, number: int) -> Row:
+    def _row(self, context: str, max_tokens: int, number: int) -> GeneratedRow:
         max_tokens = min(max_tokens, self._max_seq_len - 1)
         tokens = self.tok_encode(context)[-(self._max_seq_len - max_tokens) :] or [self.eot_token_id]
-        return Row(tokens, max_tokens, prompt=number)
+        return GeneratedRow(tokens, max_tokens, prompt=number)
 
 
 def of_tasks(loaded: TextModel, measure: Measure) -> dict[str, Found]:

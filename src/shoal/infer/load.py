@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.checkpoint.foreign import Told, open_foreign
-from shoal.checkpoint.importing import named_weights
 from shoal.checkpoint.manifest import MANIFEST, read_decoder, resolve_checkpoint
 from shoal.checkpoint.tensors import load_weights
 from shoal.config.layout_rules import check_tensor_cut
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import CheckpointError, InputError
-from shoal.infer.generate import Row, generate
+from shoal.infer.generate import GeneratedRow, generate
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Score, Span, score
+from shoal.interop.foreign import Told, open_foreign
+from shoal.interop.importing import named_weights
 from shoal.models.decoder import Decoder
 from shoal.parallel.tensor import cut_for_inference
 
@@ -36,7 +36,7 @@ class TextModel:
     replicas: int = 1  # that share out what is scored
     lead: Callable[..., None] | None = None  # tells other processes what to compute, too: method, arguments
 
-    def generate(self, rows: Sequence[Row], sampling: Sampling) -> Iterator[tuple[int, int]]:
+    def generate(self, rows: Sequence[GeneratedRow], sampling: Sampling) -> Iterator[tuple[int, int]]:
         """Yield (row number, token id), a token for each unfinished row in turn; see infer.generate."""
         if self.lead is not None:
             self.lead("generate", rows, sampling)

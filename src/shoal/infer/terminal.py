@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import DataError, InputError
-from shoal.infer.cut import load_cut
-from shoal.infer.generate import Row
+from shoal.infer.distributed import load_distributed
+from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 from shoal.infer.text import complete, prompt_rows, stream
@@ -22,7 +22,7 @@ from shoal.runtime.files import atomic_write
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerateOptions:
     """How much text is asked for; an InputError names a value out of range."""
 
     sampling: Sampling
@@ -43,7 +43,13 @@ class Wish:
 
 
 def run(
-    path: Path, prompt: str | None, source: Path | None, target: Path | None, device: str, tp: int, wish: Wish
+    path: Path,
+    prompt: str | None,
+    source: Path | None,
+    target: Path | None,
+    device: str,
+    tp: int,
+    wish: GenerateOptions,
 ) -> None:
     """Load a run or checkpoint and answer in the way that the arguments ask for."""
     if prompt is not None and source is not None:
@@ -55,7 +61,7 @@ def run(
     for file in (sys.stdin, sys.stdout):
         if isinstance(file, io.TextIOWrapper):
             file.reconfigure(errors="replace")  # neither odd input nor a poor locale ends a conversation
-    with load_cut(path, device, tp) as loaded:
+    with load_distributed(path, device, tp) as loaded:
         print(f"{loaded.checkpoint}: {loaded.model.shape.max_seq_len} positions", file=sys.stderr)
         if source is not None:
             answer_file(loaded, source, target, wish)
@@ -65,7 +71,7 @@ def run(
             converse(loaded, sys.stdin, wish, ask=sys.stdin.isatty())
 
 
-def answer(loaded: TextModel, prompt: str, wish: Wish) -> None:
+def answer(loaded: TextModel, prompt: str, wish: GenerateOptions) -> None:
     """Print a prompt with its continuation as it is made, or several samples one after the other."""
     rows = prompt_rows(loaded, prompt, samples=wish.samples, max_tokens=wish.max_tokens)
     if wish.samples == 1:
@@ -75,7 +81,7 @@ def answer(loaded: TextModel, prompt: str, wish: Wish) -> None:
         print(f"--- {number} of {wish.samples}\n{_for_screen(prompt + completion.text)}", flush=True)
 
 
-def converse(loaded: TextModel, lines: Iterable[str], wish: Wish, *, ask: bool) -> None:
+def converse(loaded: TextModel, lines: Iterable[str], wish: GenerateOptions, *, ask: bool) -> None:
     """Continue each line that is typed, until `stop` alone or the end of the file; `ask` prints "> "."""
     if ask:
         print("Type a text to be continued; `stop` alone ends.\n> ", end="", flush=True)
@@ -95,7 +101,7 @@ def converse(loaded: TextModel, lines: Iterable[str], wish: Wish, *, ask: bool) 
         print()
 
 
-def answer_file(loaded: TextModel, source: Path, target: Path | None, wish: Wish) -> None:
+def answer_file(loaded: TextModel, source: Path, target: Path | None, wish: GenerateOptions) -> None:
     """Complete a JSONL file of {"prompt": ...}; write each line again with its "completions".
 
     Without `target` the lines go to stdout. The target appears when it is complete.
@@ -143,8 +149,12 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _rows_of(
-    loaded: TextModel, records: list[tuple[int, dict[str, Any]]], number: int, wish: Wish, source: Path
-) -> list[Row]:
+    loaded: TextModel,
+    records: list[tuple[int, dict[str, Any]]],
+    number: int,
+    wish: GenerateOptions,
+    source: Path,
+) -> list[GeneratedRow]:
     line, record = records[number]
     try:
         return prompt_rows(
@@ -162,7 +172,7 @@ def _write_lines(lines: list[str], target: Path | None) -> None:
         file.writelines(line.encode() for line in lines)
 
 
-def _print_stream(loaded: TextModel, prompt: str, row: Row, sampling: Sampling) -> None:
+def _print_stream(loaded: TextModel, prompt: str, row: GeneratedRow, sampling: Sampling) -> None:
     print(_for_screen(prompt), end="", flush=True)
     for piece in stream(loaded, row, sampling):
         print(_for_screen(piece), end="", flush=True)

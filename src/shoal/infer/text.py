@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.data.tokenizer import Tokenizer
-from shoal.infer.generate import Row, tokens_that_fit
+from shoal.infer.generate import GeneratedRow, tokens_that_fit
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 
@@ -24,7 +24,7 @@ class Completion:
 
 def prompt_rows(
     loaded: TextModel, prompt: str, *, number: int = 0, samples: int = 1, max_tokens: int | None = None
-) -> list[Row]:
+) -> list[GeneratedRow]:
     """Return a row for each sample of a prompt; `number` is the prompt's, for the seed.
 
     An empty prompt stands for the start of a document, which follows the end of another. An InputError
@@ -32,7 +32,7 @@ def prompt_rows(
     """
     tokens = loaded.tokenizer.encode(prompt) or [loaded.eod_id]
     fit = tokens_that_fit(loaded.model.shape, len(tokens), max_tokens)
-    return [Row(tokens, fit, prompt=number, sample=sample) for sample in range(samples)]
+    return [GeneratedRow(tokens, fit, prompt=number, sample=sample) for sample in range(samples)]
 
 
 class Writer:
@@ -72,7 +72,7 @@ class Writer:
         return text
 
 
-def stream(loaded: TextModel, row: Row, sampling: Sampling) -> Iterator[str]:
+def stream(loaded: TextModel, row: GeneratedRow, sampling: Sampling) -> Iterator[str]:
     """Yield the continuation of one row in pieces of whole characters, as it is made."""
     writer = Writer(loaded.tokenizer, row.tokens)
     for _, token in loaded.generate([row], sampling):
@@ -82,7 +82,7 @@ def stream(loaded: TextModel, row: Row, sampling: Sampling) -> Iterator[str]:
 
 def complete(
     loaded: TextModel,
-    rows: Sequence[Row],
+    rows: Sequence[GeneratedRow],
     sampling: Sampling,
     batch_size: int,
     stops: Sequence[Sequence[str]] = (),
@@ -101,7 +101,7 @@ def complete(
         yield from (_completion(loaded, *one) for one in zip(batch, tokens, own, strict=True))
 
 
-def _completion(loaded: TextModel, row: Row, tokens: list[int], stops: Sequence[str]) -> Completion:
+def _completion(loaded: TextModel, row: GeneratedRow, tokens: list[int], stops: Sequence[str]) -> Completion:
     writer = Writer(loaded.tokenizer, row.tokens, stops)
     text = "".join(writer.push(token) for token in tokens) + writer.end()
     finish = "length" if len(tokens) == row.max_tokens else "eod"

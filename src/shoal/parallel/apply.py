@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.layout_rules import layers_of_parts
 from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
-from shoal.config.sync_rules import strategy_of
 from shoal.gradsync.after_backward import SumAfterBackward
-from shoal.gradsync.choose import REDUCE_DTYPES, choose_exchange
+from shoal.gradsync.choose import REDUCE_DTYPES, make_exchange, make_owners
 from shoal.gradsync.during_backward import SumDuringBackward
 from shoal.gradsync.exchange import BackEnd, Exchange
-from shoal.gradsync.owners import Owners, make_owners
+from shoal.gradsync.replicas import WeightOwners
 from shoal.models.classic import Classic
 from shoal.models.decoder import TIED, Decoder
 from shoal.models.init import initialise
@@ -36,7 +37,7 @@ T = TypeVar("T")
 Micro = TypeVar("Micro", contravariant=True)
 
 
-class Task(Protocol[Micro]):
+class Trainable(Protocol[Micro]):
     """What a layout asks of a task: what a model, or a part of one, does with a micro-batch."""
 
     @property
@@ -46,42 +47,40 @@ class Task(Protocol[Micro]):
     def parts(self, layers: Sequence[range]) -> Sequence[Decoder | Classic]:
         """Make the parts of the model with these layers."""
 
-    def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
+    def forward_loss(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss, or what the next part takes; `inputs` is what the part before put out."""
 
 
+@dataclass
 class CutModel(Generic[T]):
     """A model as the trainer sees it, whatever its layout: run it, sum its gradients, name its weights."""
 
-    def __init__(
-        self,
-        parts: Sequence[Decoder | Classic],
-        mesh: Mesh,
-        process: Process,
-        run: Callable[[nn.Module, T], Tensor],
-        phase: Callable[[str], AbstractContextManager[Any]],
-    ) -> None:
-        self.parts = parts
-        self.mesh = mesh
-        self._device = process.device.torch_device  # offloaded weights lie elsewhere
-        self._run = run
-        self._phase = phase
-        self.forward: nn.Module = parts[0]  # with plain data parallelism: the replica
-        self.sync: SumDuringBackward | None = None  # the same
-        self.sharding: Sharding | None = None
-        self.pipeline: Pipeline[T] | None = None
-        self.exchange: Exchange = BackEnd()  # sums over replicas
-        self.owners: Owners | None = None  # with replicas of which one updates a weight for all
-        self.sums: list[SumAfterBackward | TensorParallel | Owners] = []
-        cut = mesh.axes is not None
-        copies = mesh.layout.dp * mesh.layout.tp if cut else 1
+    parts: Sequence[Decoder | Classic]
+    mesh: Mesh
+    device: torch.device  # of the computation; offloaded weights lie elsewhere
+    forward_loss: Callable[[nn.Module, T], Tensor]
+    phase: Callable[[str], AbstractContextManager[Any]]
+    exchange: Exchange  # sums over replicas
+    sums: Sequence[SumAfterBackward | TensorParallel | WeightOwners] = ()  # in order, after the backward pass
+    replica: DistributedDataParallel | None = None  # with plain data parallelism
+    gradient_hook: SumDuringBackward | None = None  # of the replica
+    sharding: Sharding | None = None
+    pipeline: Pipeline[T] | None = None
+    owners: WeightOwners | None = None  # with replicas of which one updates a weight for all
+
+    def __post_init__(self) -> None:
+        is_cut = self.mesh.axes is not None
+        copies = self.mesh.layout.dp * self.mesh.layout.tp if is_cut else 1
         self.gradient_norm = GradientNorm(
-            self.named_weights(), process if cut else None, copies, self.elsewhere
+            self.updated_weights(),
+            is_cut=is_cut or self.owners is not None,
+            copies=copies,
+            duplicates=self.tied_duplicates,
         )
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return this rank's weights, cut ones as DTensors, by their names in the whole model."""
-        return {name: weight for part in self.parts for name, weight in part.named_weights().items()}
+        return named_weights(self.parts)
 
     def updated_weights(self) -> dict[str, nn.Parameter]:
         """Return those of this rank's weights that it updates: all, unless others own them."""
@@ -93,7 +92,7 @@ class CutModel(Generic[T]):
         return [part for part in self.parts if isinstance(part, Decoder)]
 
     @property
-    def elsewhere(self) -> set[str]:
+    def tied_duplicates(self) -> set[str]:
         """Names of weights of this rank that the first pipeline part has, too, and saves and counts."""
         first = any(part.is_first for part in self.parts)
         return set() if first else {TIED} & self.named_weights().keys()
@@ -111,16 +110,16 @@ class CutModel(Generic[T]):
         Gradients travel during the last backward pass, or with ZeRO-2 and 3 during each. Collective.
         """
         if self.pipeline is not None:
-            with self._phase("bubble"):
+            with self.phase("bubble"):
                 return self.pipeline.forward_backward(micro_batches, factor)
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), device=self.device)
         if self.sharding is not None:
             self.sharding.gather_ahead(self.decoders[0])
         for number, micro in enumerate(micro_batches, start=1):
             with self._micro_step(last=number == len(micro_batches)):
-                with self._phase("forward"):
-                    loss = self._run(self.forward, micro)
-                with self._phase("backward"):
+                with self.phase("forward"):
+                    loss = self.forward_loss(self.replica or self.parts[0], micro)
+                with self.phase("backward"):
                     (loss * factor).backward()
             total += loss.detach()
         return total
@@ -128,7 +127,7 @@ class CutModel(Generic[T]):
     def forget_gradients(self) -> None:
         """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
         weights = list(self.named_weights().values())
-        keep = self.owners is not None or self.forward is not self.parts[0]
+        keep = self.owners is not None or self.replica is not None
         if in_buckets := [w.grad for w in weights if w.grad is not None and keep]:
             torch._foreach_zero_(in_buckets)
             return
@@ -140,8 +139,8 @@ class CutModel(Generic[T]):
 
         Collective.
         """
-        if self.sync is not None:
-            self.sync.wait()
+        if self.gradient_hook is not None:
+            self.gradient_hook.wait()
         if self.sharding is not None:
             self.sharding.finish()
         for part in self.sums:
@@ -151,18 +150,23 @@ class CutModel(Generic[T]):
         """Return the summed loss of each micro-batch of `sizes` sequences; none where it is not known."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(micro_batches, sizes)
-        return [self._run(self.parts[0], micro) for micro in micro_batches]
+        return [self.forward_loss(self.parts[0], micro) for micro in micro_batches]
 
     def _micro_step(self, *, last: bool) -> AbstractContextManager[None]:
         if self.sharding is not None:
             self.sharding.micro_step(self.decoders[0], last=last)
-        if last or not isinstance(self.forward, DistributedDataParallel):
+        if last or self.replica is None:
             return nullcontext()
-        return self.forward.no_sync()
+        return self.replica.no_sync()
+
+
+def named_weights(parts: Sequence[Decoder | Classic]) -> dict[str, nn.Parameter]:
+    """Return the weights of parts of a model by their names in the whole model."""
+    return {name: weight for part in parts for name, weight in part.named_weights().items()}
 
 
 def apply(
-    task: Task[T],
+    task: Trainable[T],
     mesh: Mesh,
     process: Process,
     config: Config,
@@ -201,52 +205,61 @@ def apply(
                 sharding.shard(part)
         part.to_empty(device="cpu" if offload else device)
         initialise(part, config.train.seed, own_part)
-    model = CutModel(parts, mesh, process, task.run, phase)
-    model.sharding = sharding
-    if strategy_of(config).kind == "exchange":
-        model.exchange = choose_exchange(config, mesh, process, model.named_weights())
+    weights = named_weights(parts)
+    exchange = make_exchange(config, mesh, process, weights)
+    whole = partial(CutModel, parts, mesh, device, task.forward_loss, phase, exchange)
     if mesh.axes is None:
-        if strategy_of(config).kind == "owner":
-            _own(model, process, config, reduce_dtype)
-        else:
-            _replicate(model, process, compiled=compilation.on)
-        return model
-    model.sums += _sums(model, tensor)
+        if owners := make_owners(config, process, weights):
+            return whole(sums=[owners], owners=owners)
+        if process.world_size == 1:
+            return whole()
+        hook = SumDuringBackward(weights, exchange)
+        return whole(replica=_replicate(parts[0], process, hook, compiled=compilation.on), gradient_hook=hook)
+    sums, pipeline = _sums(parts, mesh, tensor, sharding, exchange), None
     if layout.pp > 1:
-        model.pipeline = _pipeline(model, numbers, config, task, phase, device)
-    return model
+        pipeline = _pipeline(parts, numbers, mesh, config, task, sharding, phase, device)
+    return whole(sums=sums, sharding=sharding, pipeline=pipeline)
 
 
-def _sums(model: CutModel[T], tensor: TensorParallel | None) -> list[SumAfterBackward | TensorParallel]:
+def _sums(
+    parts: Sequence[Decoder | Classic],
+    mesh: Mesh,
+    tensor: TensorParallel | None,
+    sharding: Sharding | None,
+    exchange: Exchange,
+) -> list[SumAfterBackward | TensorParallel]:
     """Return what completes the gradients when all backward passes are done, in its order.
 
     What a replica's exchange rounds must be complete, and alike on all tensor ranks where they hold it alike.
     """
-    weights, mesh = model.named_weights(), model.mesh
+    weights = named_weights(parts)
     sums: list[SumAfterBackward | TensorParallel] = []
-    if tensor is not None and model.sharding is None:  # FSDP has parameters of its own in each pass
+    if tensor is not None and sharding is None:  # FSDP has parameters of its own in each pass
         tensor.compute_on_leaves()
         sums.append(tensor)
-    if tensor is not None and (partial := {id(weight) for weight in tensor.partial_parameters()}):
-        named = {name: weight for name, weight in weights.items() if id(weight) in partial}
+    if tensor is not None and (own := {id(weight) for weight in tensor.partial_parameters()}):
+        named = {name: weight for name, weight in weights.items() if id(weight) in own}
         sums.append(SumAfterBackward(named, BackEnd(mesh.group("tp"))))
     if mesh.layout.dp_replicate > 1:
-        sums.append(SumAfterBackward(weights, model.exchange))
-    tied = model.decoders[0].shape.tie_embeddings and TIED in weights
-    if mesh.ends is not None and tied:
+        sums.append(SumAfterBackward(weights, exchange))
+    decoder = next(part for part in parts if isinstance(part, Decoder))
+    if mesh.ends is not None and decoder.shape.tie_embeddings and TIED in weights:
         sums.append(SumAfterBackward({TIED: weights[TIED]}, BackEnd(mesh.ends)))
     return sums
 
 
 def _pipeline(
-    model: CutModel[T],
+    parts: Sequence[Decoder | Classic],
     numbers: list[int],
+    mesh: Mesh,
     config: Config,
-    task: Task[T],
+    task: Trainable[T],
+    sharding: Sharding | None,
     phase: Callable[[str], AbstractContextManager[Any]],
     device: torch.device,
 ) -> Pipeline[T]:
-    layout, train, sharding = model.mesh.layout, config.train, model.sharding
+    layout, train = mesh.layout, config.train
+    decoders = [part for part in parts if isinstance(part, Decoder)]
 
     def before_backward(part: Decoder, last: bool) -> None:
         if sharding is not None:
@@ -254,44 +267,35 @@ def _pipeline(
 
     time = train.seq_len // (layout.tp if layout.sequence else 1)
     return Pipeline(
-        model.decoders,
+        decoders,
         numbers,
         layout.parts,
-        run_part=task.run,
+        run_part=task.forward_loss,
         before_backward=before_backward,
         phase=phase,
         schedule=layout.schedule,
         num_microbatches=grad_accum_steps(config, layout.batch_parts),
-        boundary=torch.Size((train.micro_batch_size, time, model.decoders[0].shape.d_model)),
-        group=model.mesh.group("pp"),
+        boundary=torch.Size((train.micro_batch_size, time, decoders[0].shape.d_model)),
+        group=mesh.group("pp"),
         device=device,
     )
 
 
-def _own(model: CutModel[T], process: Process, config: Config, reduce_dtype: torch.dtype) -> None:
-    """Give each weight an owner. Collective over the world."""
-    strategy, runtime = config.sync.strategy, config.runtime
-    owners = make_owners(model.named_weights(), strategy, process, reduce_dtype, runtime)
-    model.owners = owners
-    model.sums = [owners]
-    model.gradient_norm = GradientNorm(owners.owned, process, copies=1, elsewhere=set())
-
-
-def _replicate(model: CutModel[T], process: Process, *, compiled: bool) -> None:
-    if process.world_size == 1:
-        return
-    model.sync = SumDuringBackward(model.named_weights(), model.exchange)
+def _replicate(
+    part: Decoder | Classic, process: Process, hook: SumDuringBackward, *, compiled: bool
+) -> DistributedDataParallel:
+    device = process.device.torch_device
     wrapped = DistributedDataParallel(
-        model.parts[0],
-        device_ids=[process.device.torch_device] if process.device.is_cuda else None,
+        part,
+        device_ids=[device] if process.device.is_cuda else None,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank computed the same weights
     )
-    model.forward = wrapped
-    model.sync.attach(wrapped)
+    hook.attach(wrapped)
     # Compiled code would be made for this one token, too.
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-        _settle_buckets(wrapped, model.parts[0], model.sync, process.device.torch_device)
+        _settle_buckets(wrapped, part, hook, device)
+    return wrapped
 
 
 def _settle_buckets(

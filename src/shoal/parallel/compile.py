@@ -23,7 +23,7 @@ _REPAID_FLOPS = {"cpu": 1.6e13, "cuda": 8e15}
 
 @dataclass(frozen=True)
 class Compilation:
-    """The decision of all ranks, and its reason for the first page."""
+    """The decision of all ranks, and its reason for the run summary."""
 
     on: bool  # the blocks, and the loss with them
     reason: str

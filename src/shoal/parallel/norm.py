@@ -5,37 +5,41 @@ from __future__ import annotations
 from collections.abc import Set
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.gradsync.after_backward import local_gradient
-from shoal.runtime.process import Process
+from shoal.runtime.mesh import local_gradient
 
 
 class GradientNorm:
-    """Adds up the squares of every rank's parts; what several ranks hold alike counts once."""
+    """This rank's part of the squared norm; what several ranks hold alike counts once."""
 
     def __init__(
-        self, weights: dict[str, nn.Parameter], process: Process | None, copies: int, elsewhere: Set[str]
+        self,
+        weights: dict[str, nn.Parameter],
+        *,
+        is_cut: bool,
+        copies: int = 1,
+        duplicates: Set[str] = frozenset(),
     ) -> None:
-        """Take this rank's weights, each held alike by `copies` ranks; those of `elsewhere` others count.
+        """Take this rank's weights, each held alike by `copies` ranks; others count those of `duplicates`.
 
-        Without a process this rank holds all gradients.
+        Unless it `is_cut`, a rank has all gradients.
         """
+        self.is_cut = is_cut
         self._weights = list(weights.values())
-        self._process = process
-        shares = [0.0 if name in elsewhere else _cuts(weight) / copies for name, weight in weights.items()]
+        shares = [0.0 if name in duplicates else _cuts(weight) / copies for name, weight in weights.items()]
         self._shares = torch.tensor(shares, dtype=torch.float64)
 
-    def __call__(self) -> float:
-        """Return the norm of all gradients. Collective over the world, if this rank holds a part."""
-        total = 0.0
-        if gradients := [local_gradient(weight) for weight in self._weights]:
-            norms = torch.stack(torch._foreach_norm(gradients)).double().cpu()
-            total = float((norms.square() * self._shares).sum())
-        if self._process is not None:
-            (total,) = self._process.sum(total)
-        return float(torch.tensor(total, dtype=torch.float64).sqrt())
+    def squares(self) -> Tensor:
+        """Return the sum of squares that this rank counts, in float64, on the device of the gradients."""
+        if not self._weights:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch.stack(
+            torch._foreach_norm([local_gradient(weight) for weight in self._weights])
+        ).double()
+        self._shares = self._shares.to(norms.device)
+        return (norms.square() * self._shares).sum()
 
 
 def _cuts(weight: nn.Parameter) -> int:

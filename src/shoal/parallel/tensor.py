@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.models.decoder import Block, Decoder, without_padding
+from shoal.runtime.mesh import local
 
 _COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  # cut by what they put out
 _ROW = ("attention.o", "mlp.down")  # cut by what they take in
 _LEAF = "_leaf"  # ends the names of attributes that hold leaves
-Exchange = Callable[[Tensor], Tensor]
+Collective = Callable[[Tensor], Tensor]
 
 
 class Axis:
@@ -251,11 +252,6 @@ def cut_for_inference(model: Decoder, mesh: DeviceMesh) -> None:
     _replace_forward(model.head, lambda x: axis.all_gather(columns(x)).movedim(0, -2).flatten(-2))
 
 
-def local(parameter: Tensor) -> Tensor:
-    """Return the part of a parameter that this rank holds; its gradient goes back to the whole."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _part(module: nn.Module, name: str) -> Tensor:
     """Return what a module computes on instead of its whole parameter."""
     leaf = cast("Tensor | None", getattr(module, name + _LEAF, None))
@@ -280,7 +276,7 @@ class _Exchange(torch.autograd.Function):
     """Changes activations on the way forward, and their gradients on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective) -> Tensor:
         ctx.exchange = backward
         return forward(x)
 

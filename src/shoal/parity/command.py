@@ -24,15 +24,15 @@ from shoal.data.synthetic import write_dataset
 from shoal.errors import ConfigError, InputError
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
-from shoal.parity.judge import CURVE, GRADIENT, MOVED, Finding, Judge, Verdict, axis_of
-from shoal.parity.trial import Outcome, RunTrial, Trial, run_trial
-from shoal.runtime.crew import Crew
+from shoal.parity.judge import CURVE, GRADIENT, MOVED, Difference, Judge, LayoutResult, axis_of
+from shoal.parity.trial import RunTrial, Trial, TrialResult, run_trial
 from shoal.runtime.files import check_targets, write_json
 from shoal.train.request import Request
+from shoal.worker_pool import WorkerPool
 
 _EVAL_SEQUENCES = 16
 _PRELOAD = (
-    "shoal.runtime.crew",
+    "shoal.worker_pool",
     "shoal.parity.trial",
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
@@ -47,7 +47,7 @@ class Laboratory:
     config: Config
     steps: int
     folder: Path
-    crew: Crew
+    pool: WorkerPool
     console: Console
     run: RunTrial
     seconds: float = 0.0  # of the last trial
@@ -61,7 +61,7 @@ class Laboratory:
         is_reference: bool = False,
         reorder: bool = False,
         **settings: Any,
-    ) -> list[Outcome]:
+    ) -> list[TrialResult]:
         """Train under a layout and return what each rank saw; `settings` replace some of [train]."""
         self._count += 1
         trial = Trial(
@@ -74,7 +74,7 @@ class Laboratory:
         )
         began = time.monotonic()
         with self.console.status(f"{what}: starting") as status:
-            outcomes = self.crew.run(
+            outcomes = self.pool.run(
                 what,
                 lambda word: status.update(f"{what}: {word}"),
                 layout.world_size,
@@ -123,8 +123,8 @@ def parity(
         for layout in (base, *chosen):
             _check(config, layout)
         size = max(layout.world_size for layout in (base, *chosen))
-        with Crew(size, config.runtime, _PRELOAD) as crew:
-            laboratory = Laboratory(config, steps, folder, crew, console, run)
+        with WorkerPool(config.runtime, _PRELOAD, size) as pool:
+            laboratory = Laboratory(config, steps, folder, pool, console, run)
             judge = _reference(laboratory, base)
             verdicts = []
             for layout in chosen:
@@ -220,10 +220,10 @@ def _other_size(config: Config, base: Layout) -> list[int]:
     return list(itertools.islice(fitting, 1))
 
 
-def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> Verdict:
+def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> LayoutResult:
     """Try a layout; where it differs, try its axes alone to find the one to blame."""
     findings = judge.findings(laboratory.trial(f"layout {layout}", layout))
-    verdict = Verdict(layout, findings, judge.below_floor, "", laboratory.seconds)
+    verdict = LayoutResult(layout, findings, judge.below_floor, "", laboratory.seconds)
     if not verdict.is_bug:
         return verdict
 
@@ -255,7 +255,7 @@ def suspect_of(layout: Layout, fails: Callable[[str], bool | None]) -> str:
     return f"in how {' and '.join(words)} work together (none of them fails alone)"
 
 
-def _print(console: Console, judge: Judge, base: Layout, verdicts: list[Verdict]) -> None:
+def _print(console: Console, judge: Judge, base: Layout, verdicts: list[LayoutResult]) -> None:
     """Print differences and what is allowed as a table, then a sentence a layout."""
     other = str(base) if base.world_size > 1 else "one process"
     table = Table("layout", title=f"largest difference from {other}, relative")
@@ -286,7 +286,7 @@ def _print(console: Console, judge: Judge, base: Layout, verdicts: list[Verdict]
         console.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
-def _cell(finding: Finding | None) -> str:
+def _cell(finding: Difference | None) -> str:
     if finding is None:
         return "-"
     text = f"{finding.relative(finding.difference):.1e}"
@@ -294,7 +294,7 @@ def _cell(finding: Finding | None) -> str:
 
 
 def _report(
-    config: Config, judge: Judge, base: Layout, steps: int, verdicts: list[Verdict]
+    config: Config, judge: Judge, base: Layout, steps: int, verdicts: list[LayoutResult]
 ) -> dict[str, Any]:
     """Return everything as JSON: all numbers are parts of the reference's."""
     return {
@@ -319,7 +319,7 @@ def _report(
     }
 
 
-def _row(finding: Finding) -> dict[str, Any]:
+def _row(finding: Difference) -> dict[str, Any]:
     numbers = {
         "difference": finding.relative(finding.difference),
         "floor": finding.relative(finding.floor),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.config.layout import Layout
-from shoal.parity.trial import Distance, Outcome
+from shoal.parity.trial import Distance, TrialResult
 
 FACTOR = 8.0  # a floor is that many times the largest difference that another order of additions made
 ULPS = 4.0  # and at least so many units in the last place of fp32
@@ -26,7 +26,7 @@ _AXES = {"dp": "data parallelism", "zero": "ZeRO", "tp": "tensor parallelism", "
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """The difference of one thing from the reference's, and what is allowed."""
 
     kind: str  # of TENSORS or CURVES
@@ -53,7 +53,7 @@ class Judge:
     """Knows the reference and its floors."""
 
     def __init__(
-        self, order: Sequence[str], reference: list[Outcome], reordered: list[list[Outcome]]
+        self, order: Sequence[str], reference: list[TrialResult], reordered: list[list[TrialResult]]
     ) -> None:
         """Take the names of all tensors in model order and what each rank of each run saw."""
         self._order = order
@@ -75,7 +75,7 @@ class Judge:
             name for name in order if self._tensors["gradient"][name].norm <= self._floors["gradient"][name]
         ]
 
-    def findings(self, ranks: list[Outcome]) -> list[Finding]:
+    def findings(self, ranks: list[TrialResult]) -> list[Difference]:
         """Compare a run: tensors in model order, then losses, norms, validation; of all ranks the worst."""
         found = [
             self._tensor(kind, name, [outcome.tensors[kind].get(name) for outcome in ranks])
@@ -84,7 +84,7 @@ class Judge:
         ]
         return found + list(self._curve_findings([_curves(outcome) for outcome in ranks]))
 
-    def _tensor(self, kind: str, name: str, seen: list[Distance | None]) -> Finding:
+    def _tensor(self, kind: str, name: str, seen: list[Distance | None]) -> Difference:
         rank, worst = max(
             ((rank, distance) for rank, distance in enumerate(seen) if distance is not None),
             key=lambda item: item[1].difference,
@@ -95,24 +95,24 @@ class Judge:
         base = self._tensors["moved"][name].norm if kind == "weight" else norm
         allowed = {"start": 0.0, "gradient": GRADIENT, "weight": MOVED}[kind] * base
         floor = 0.0 if kind == "start" else floor
-        return Finding(kind, name, rank, worst.difference, base, floor, max(floor, allowed), worst.share)
+        return Difference(kind, name, rank, worst.difference, base, floor, max(floor, allowed), worst.share)
 
-    def _curve_findings(self, ranks: list[dict[str, dict[str, float]]]) -> Iterator[Finding]:
+    def _curve_findings(self, ranks: list[dict[str, dict[str, float]]]) -> Iterator[Difference]:
         for kind, curve in self._curves.items():
             floor = self.curve_floors[kind]
             for name, value in curve.items():
                 gaps = [_gap(curves[kind][name], value) for curves in ranks]
                 rank = max(range(len(gaps)), key=gaps.__getitem__)
                 base = abs(value)
-                yield Finding(kind, name, rank, gaps[rank], base, floor * base, max(floor, CURVE) * base)
+                yield Difference(kind, name, rank, gaps[rank], base, floor * base, max(floor, CURVE) * base)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutResult:
     """What was found about a layout."""
 
     layout: Layout
-    findings: list[Finding]
+    findings: list[Difference]
     apart: Sequence[str]  # tensors whose gradient is zero but for rounding
     suspect: str  # what of the layout is wrong; empty where nothing is
     seconds: float
@@ -122,14 +122,14 @@ class Verdict:
         return any(finding.parts_ways for finding in self.findings)
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> Difference | None:
         """Return what parts ways first in the order of a step: outputs come before gradients."""
         for kind in ("start", "output", "gradient", "weight"):
             if wrong := [f for f in self.findings if f.kind == kind and f.parts_ways]:
                 return wrong[-1 if kind == "gradient" else 0]
         return None
 
-    def worst(self, kind: str) -> Finding | None:
+    def worst(self, kind: str) -> Difference | None:
         """Return the largest relative difference of a kind; of the tensors apart only if they part ways."""
         found = [f for f in self.findings if f.kind == kind and (f.parts_ways or f.name not in self.apart)]
         return max(found, key=lambda f: f.relative(f.difference), default=None)
@@ -162,7 +162,7 @@ class Verdict:
                 words += ": the forward pass is at fault." if (kind, wrong.name) == ("loss", "1") else "."
         return words
 
-    def _name(self, first: Finding) -> str:
+    def _name(self, first: Difference) -> str:
         sizes = f"(floor {first.relative(first.floor):.1e}, allowed {first.relative(first.limit):.1e})"
         if first.kind == "output":
             words = f" The forward pass of step 1 parts ways in {first.name}: the size of what it puts out "
@@ -187,7 +187,7 @@ def axis_of(word: str) -> str:
     return next(axis for start, axis in _AXES.items() if word.startswith(start))
 
 
-def _curves(outcome: Outcome) -> dict[str, dict[str, float]]:
+def _curves(outcome: TrialResult) -> dict[str, dict[str, float]]:
     """Return each kind of CURVES as {name: value}."""
     losses, norms = (
         {str(step): value for step, value in enumerate(values, start=1)}
@@ -202,5 +202,5 @@ def _gap(value: float, reference: float) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-def _part(finding: Finding | None) -> str:
+def _part(finding: Difference | None) -> str:
     return "nothing" if finding is None else f"{finding.relative(finding.difference):.1e}"

@@ -23,7 +23,7 @@ from shoal.tasks.feed import HostBatch
 from shoal.train.evaluate import evaluate
 from shoal.train.job import Job, build_job
 from shoal.train.request import Request
-from shoal.train.step import clip, forward_backward, update
+from shoal.train.step import agree, forward_backward, update
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Distance:
 
 
 @dataclass
-class Outcome:
+class TrialResult:
     """What one rank saw."""
 
     outputs: dict[str, float] = field(default_factory=dict)  # of step 1: module, root of the mean square
@@ -60,20 +60,20 @@ class Outcome:
     tensors: dict[str, dict[str, Distance]] = field(default_factory=dict)
 
 
-RunTrial = Callable[[Process, Callable[[str], None], Trial], Outcome]
+RunTrial = Callable[[Process, Callable[[str], None], Trial], TrialResult]
 
 
-def run_trial(process: Process, tell: Callable[[str], None], trial: Trial) -> Outcome:
+def run_trial(process: Process, tell: Callable[[str], None], trial: Trial) -> TrialResult:
     """Train and compare. Collective over the world."""
     with _other_order() if trial.reorder else nullcontext():
         return _train(process, tell, trial)
 
 
-def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> Outcome:
+def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> TrialResult:
     trial.run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(process, trial.run_dir, trial.config.runtime, launched=False)
     job = build_job(Request(trial.config, trial.run_dir), process, stop)
-    outcome = Outcome()
+    outcome = TrialResult()
     weights = job.model.named_weights()
     if trial.reorder:
         _reverse_micro_batches(job)
@@ -82,12 +82,14 @@ def _train(process: Process, tell: Callable[[str], None], trial: Trial) -> Outco
     for step in range(1, trial.steps + 1):
         job.clock.begin()
         with _watched(job, outcome) if step == 1 and not job.compilation.on else nullcontext():
-            outcome.losses.append(forward_backward(job, job.task.batch(step)))
+            batch = job.task.batch(step)
+            total = forward_backward(job, batch)
         if step == 1:
             _compare(job, trial, outcome, "gradient", lambda name: _gradient(job, weights[name]))
-        outcome.norms.append(clip(job))
-        update(job, step, outcome.losses[-1], outcome.norms[-1])
-        job.clock.end()
+        result = agree(job, batch, total)
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+        update(job, result)
         tell(f"step {step} of {trial.steps}")
     job.task.close()
     _compare(job, trial, outcome, "weight", lambda name: weights[name].detach())
@@ -103,7 +105,9 @@ def _gradient(job: Job, weight: torch.nn.Parameter) -> Tensor:
     return gradient / job.precision.scaler.scale
 
 
-def _compare(job: Job, trial: Trial, outcome: Outcome, kind: str, tensor: Callable[[str], Tensor]) -> None:
+def _compare(
+    job: Job, trial: Trial, outcome: TrialResult, kind: str, tensor: Callable[[str], Tensor]
+) -> None:
     """Put each tensor of this rank together, one at a time, and measure or keep it. Collective."""
     mesh, model = job.model.mesh, job.model
     owners = kind == "gradient" and model.owners is not None
@@ -115,7 +119,7 @@ def _compare(job: Job, trial: Trial, outcome: Outcome, kind: str, tensor: Callab
         file = trial.tensors / f"{kind}.{name}.npy"
         if not trial.is_reference:
             found[name] = _distance(whole, torch.from_numpy(np.load(file)))
-        elif keeper and name not in model.elsewhere:
+        elif keeper and name not in model.tied_duplicates:
             np.save(file, whole.numpy())
             found[name] = Distance(0.0, _norm(whole))
             if kind == "weight":
@@ -141,7 +145,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 @contextmanager
-def _watched(job: Job, outcome: Outcome) -> Iterator[None]:
+def _watched(job: Job, outcome: TrialResult) -> Iterator[None]:
     """Measure what embedding, blocks and last norm put out, over all ranks that hold a part. Collective.
 
     A mean does not change where ranks hold the same, nor where recompute repeats it. Compiled blocks are left

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
-_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
-_HUGE_PAGE = 2 << 20
 
 
 def physical_memory() -> int:
@@ -26,7 +24,7 @@ def available_memory() -> int:
 
 
 def keep_memory() -> None:
-    """Keep freed memory for the next tensor, in huge pages where the kernel gives them.
+    """Keep freed memory for the next tensor.
 
     A training step frees and takes the same hundreds of megabytes every time. By default each large tensor is
     mapped anew and returned, and the kernel clears it page by page at first touch: a quarter of a step of a
@@ -39,18 +37,3 @@ def keep_memory() -> None:
         return
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
-    _widen_heap(libc, physical_memory() // 2)  # the kernel refuses what could never be there
-
-
-def _widen_heap(libc: ctypes.CDLL, size: int) -> None:
-    """Let the heap be so many bytes wide from the start; no page is there before it is used.
-
-    A heap that is asked for huge pages once needs no alignment of each tensor. Aligned to 2 MB, a tensor's
-    block, once free, is too small for the next of its size: the heap grew with every step.
-    """
-    libc.malloc.restype = ctypes.c_void_p
-    if (block := libc.malloc(ctypes.c_size_t(size))) is None:  # the user limits what a process may have
-        return
-    start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
-    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - _HUGE_PAGE), _MADV_HUGEPAGE)
-    libc.free(ctypes.c_void_p(block))

@@ -1,4 +1,4 @@
-"""Why a job failed: each rank leaves its error in a file; the first real cause is told, not its echoes."""
+"""Why a job failed: each rank leaves its error in a file; the first cause is reported, not what followed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _PEER_LOSS = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended. `echo` marks a rank that fell only because another one had."""
+    """How one rank ended. `secondary` marks a rank that failed only because another one had."""
 
     rank: int
     time: float
     sentence: str
     detail: str = ""
     exit_code: int = 1
-    echo: bool = False
+    secondary: bool = False
     fatal: bool = False  # the same input would fail again: no restart
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ def record_failure(run_dir: Path, rank: int, attempt: int, error: BaseException 
     report = {
         "time": time.time(),
         "attempt": attempt,
-        "echo": error is None or is_peer_loss(error),
+        "secondary": error is None or is_peer_loss(error),
         "fatal": isinstance(error, ShoalError),
         "exit_code": error.exit_code if isinstance(error, ShoalError) else 1,
         "message": str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}",
@@ -81,9 +81,9 @@ def read_failure(run_dir: Path, rank: int, attempt: int, exit_code: int) -> Fail
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = "\n  hint: SIGKILL often comes from the kernel when memory runs out" if exit_code == -9 else ""
-        # The agent ends the survivors with SIGTERM, so that one is an echo.
+        # The agent ends the survivors with SIGTERM, so that one is secondary.
         sentence = f"rank {rank} was killed by signal {-exit_code} ({name}){hint}"
-        return Failure(rank, time.time(), sentence, echo=-exit_code == signal.SIGTERM)
+        return Failure(rank, time.time(), sentence, secondary=-exit_code == signal.SIGTERM)
     path = rank_folder(run_dir, rank) / "error.json"
     with contextlib.suppress(ShoalError, KeyError, TypeError):  # none, or not one that a rank has left
         report = read_json(path, "error report")
@@ -94,15 +94,15 @@ def read_failure(run_dir: Path, rank: int, attempt: int, exit_code: int) -> Fail
                 f"rank {rank}: {report['message']}",
                 report["traceback"],
                 report["exit_code"],
-                report["echo"],
+                report["secondary"],
                 report["fatal"],
             )
     sentence = f"rank {rank} ended with status {exit_code}; see {path.parent / 'log'}"
     # Told twice, by the user and by the agent that ends the survivors, a rank leaves with this status.
-    return Failure(rank, time.time(), sentence, echo=exit_code == 128 + signal.SIGTERM)
+    return Failure(rank, time.time(), sentence, secondary=exit_code == 128 + signal.SIGTERM)
 
 
 def first_cause(run_dir: Path, attempt: int, exit_codes: Mapping[int, int]) -> Failure:
-    """Choose the failure that explains the others: the earliest that is not an echo."""
+    """Choose the failure that explains the others: the earliest that is not secondary."""
     failures = [read_failure(run_dir, rank, attempt, code) for rank, code in exit_codes.items() if code != 0]
-    return min(failures, key=lambda failure: (failure.echo, failure.time))
+    return min(failures, key=lambda failure: (failure.secondary, failure.time))

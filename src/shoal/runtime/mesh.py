@@ -7,7 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shoal.config.layout import Layout
 from shoal.runtime.process import Process
@@ -53,7 +55,7 @@ class Mesh:
         return (self.pp_rank * layout.dp_shard + shard) * layout.tp + self.tp_rank
 
     @property
-    def speaks_for_its_tokens(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Say whether this rank counts its sequences' loss: one of those that hold the same ones does."""
         return self.tp_rank == 0 and self.pp_rank == self.layout.pp - 1
 
@@ -95,3 +97,15 @@ def _own_group(lines: list[list[int]], rank: int, name: str, timeout: timedelta)
         group = dist.new_group(line, timeout=timeout, group_desc=name)
         own = group if rank in line else own
     return own
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return the part of a parameter that this rank holds; its gradient goes back to the whole."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the part of a gradient that this rank holds, sharing its memory."""
+    gradient = parameter.grad
+    assert gradient is not None, "a parameter has no gradient"
+    return local(gradient)

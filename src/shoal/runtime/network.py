@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from shoal.errors import InputError
 
@@ -26,16 +27,28 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def several_hosts(
-    nnodes: int, rdzv: str | None, node_rank: int | None
-) -> tuple[int, str, int, int | None] | tuple[()]:
-    """Check --nnodes, --rdzv and --node-rank; return the parts of a rendezvous.Place, none for one host."""
+@dataclass(frozen=True)
+class Endpoint:
+    """Where hosts meet (`--nnodes`, `--rdzv`, `--node-rank`); the default is this host alone, on loopback."""
+
+    nnodes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    node: int | None = None  # None: node 0 is the host that owns the address, the others come as they come
+
+    def is_host(self, address: str) -> bool:
+        """Say whether this host is node 0, which has the store at the numeric `address`."""
+        return self.node == 0 or (self.node is None and is_own(address))
+
+
+def several_hosts(nnodes: int, rdzv: str | None, node_rank: int | None) -> Endpoint | None:
+    """Check --nnodes, --rdzv and --node-rank; return where the hosts meet, None for one host."""
     if nnodes < 1:
         raise InputError(f"--nnodes {nnodes}: at least 1 is needed")
     if nnodes == 1:
         if rdzv is not None or node_rank is not None:
             raise InputError("--rdzv and --node-rank are for several hosts", hint="add --nnodes N")
-        return ()
+        return None
     if rdzv is None:
         raise InputError(
             f"--nnodes {nnodes} needs --rdzv HOST:PORT, where the hosts meet",
@@ -43,7 +56,7 @@ def several_hosts(
         )
     if node_rank is not None and not 0 <= node_rank < nnodes:
         raise InputError(f"--node-rank {node_rank} is not among {nnodes} nodes: use 0 to {nnodes - 1}")
-    return nnodes, *parse_endpoint(rdzv), node_rank
+    return Endpoint(nnodes, *parse_endpoint(rdzv), node_rank)
 
 
 def resolve(host: str, port: int) -> str:
@@ -137,7 +150,7 @@ def choose_interface(address: str, *, across_hosts: bool) -> str:
 
 
 def refuse_loopback(address: str, given: str) -> None:
-    """Refuse a loopback address as the meeting place of several hosts."""
+    """Refuse a loopback address as the rendezvous of several hosts."""
     if is_loopback(address):
         others = [own for own in interfaces() if not is_loopback(own) and not own.startswith("fe80")]
         raise InputError(

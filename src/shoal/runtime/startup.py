@@ -14,7 +14,7 @@ from types import FrameType
 from shoal.errors import EXIT_STOPPED
 
 LAUNCHED = "SHOAL_LAUNCHED"  # the launcher's process id, in the environment of its workers
-ISLAND = "SHOAL_ISLAND"  # the variable by which a replica that is a world of its own is told its place
+REPLICA_GROUP = "SHOAL_REPLICA_GROUP"  # tells a replica that is a world of its own its place
 # By which a stop is asked for. A whole process group or job step may get them; its launcher passes them on.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WHEN_STOPPED = {
@@ -45,10 +45,10 @@ def announce_loading(what: str = "") -> None:
 
     Launched workers, and ranks other than 0, are quiet, too.
     """
-    from shoal.runtime.seat import read_seat
+    from shoal.runtime.rank_info import read_rank_info
 
-    seat = read_seat()
-    if "torch" not in sys.modules and not _is_launched() and (seat is None or seat.rank == 0):
+    info = read_rank_info()
+    if "torch" not in sys.modules and not _is_launched() and (info is None or info.rank == 0):
         sys.stderr.write(f"{what}loading torch …\n")  # in one piece, whatever signal comes
         sys.stderr.flush()
 
@@ -105,4 +105,4 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _is_launched() -> bool:
     launcher = os.environ.get(LAUNCHED, "")  # a launcher sets it for its workers, and has it, too
-    return ISLAND in os.environ or launcher not in ("", str(os.getpid()))
+    return REPLICA_GROUP in os.environ or launcher not in ("", str(os.getpid()))

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -59,6 +60,7 @@ class Stop:
         self._signal = ""
         self._time_is_up = f"the time limit of {runtime.max_time_s:g} s"
         self._step_is_reached = f"--stop-after {runtime.stop_after}"
+        self._reasons = (self._time_is_up, self._step_is_reached, *(number.name for number in SIGNALS))
         self.reason = ""  # the same on all ranks, once they agreed to stop
 
     def listen(self) -> None:
@@ -69,13 +71,23 @@ class Stop:
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
+        return self.count(self._process.sum(*self.votes(step)))
+
+    def votes(self, step: int | None = None) -> list[float]:
+        """Return 1 for the reason why this rank should end now and 0 for each other; ranks add them up."""
         here = self.reason_here()
         if not here and step is not None and step == self._runtime.stop_after:
             here = self._step_is_reached
-        # One rank alone may know it yet: its clock is ahead, or the signal came between two ranks' looks.
-        reasons = ("", self._time_is_up, self._step_is_reached, *(number.name for number in SIGNALS))
-        self.reason = reasons[int(max(self._process.gather(reasons.index(here)))[0])]
-        return bool(self.reason)
+        return [float(here == reason) for reason in self._reasons]
+
+    def count(self, votes: Sequence[float]) -> bool:
+        """Take the sums over all ranks; say whether to stop now.
+
+        One rank alone may know it yet: its clock is ahead, or the signal came between two ranks' looks.
+        """
+        asked = [reason for reason, count in zip(self._reasons, votes, strict=True) if count]
+        self.reason = asked[-1] if asked else self.reason
+        return bool(asked)
 
     def reason_here(self) -> str:
         """Return why this rank should end whatever its step; empty where it need not."""
@@ -101,5 +113,5 @@ class Stop:
 
     def _leave_unless_asked(self) -> None:
         if not stop_marker(self._run_dir).exists():
-            record_failure(self._run_dir, self._process.rank, self._process.seat.attempt, None)
+            record_failure(self._run_dir, self._process.rank, self._process.info.attempt, None)
             os._exit(1)

@@ -64,7 +64,7 @@ class Classify(Task[T, MicroBatch]):
         """Make a micro-batch."""
         return MicroBatch(*tensors)
 
-    def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
+    def forward_loss(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss; in evaluation [2], with the number of right answers."""
         with self._autocast():
             logits = model(inputs=micro.inputs)

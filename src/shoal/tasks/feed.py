@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,21 +13,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config.sections import Config
-from shoal.data.ahead import Ahead
 from shoal.data.loader import Batch, Loader, Samples, fixed_sample
 
 T = TypeVar("T")
 Arrays = tuple[NDArray[np.generic], ...]
 
 
-@dataclass(frozen=True)
-class HostBatch:
-    """A rank's share of a step as tensors, in page-locked memory where the device is a GPU."""
+HostBatch = Batch[tuple[Tensor, ...]]  # in page-locked memory where the device is a GPU
 
-    step: int
-    samples: NDArray[np.int64]  # their places in the run
-    global_targets: int  # of the step, over all ranks of this world
-    tensors: tuple[Tensor, ...]
+
+class Ahead(Generic[T]):
+    """Gives `make(step)` and has a thread make the next one. `make` is a pure function: nothing to save."""
+
+    def __init__(self, make: Callable[[int], T], in_thread: Callable[[], None] | None = None) -> None:
+        """Make in one background thread, which calls `in_thread` first."""
+        self._make = make
+        self._thread = ThreadPoolExecutor(1, "ahead", in_thread)
+        self._next: tuple[int, Future[T]] | None = None
+
+    def get(self, step: int) -> T:
+        """Return what was made for `step`, made now if another one was expected; start on the step after it.
+
+        An error of the making is raised here, in the step that it belongs to, with its own traceback.
+        """
+        expected, future = self._next or (0, None)
+        if future is None or expected != step:
+            future = self._thread.submit(self._make, step)
+        self._next = step + 1, self._thread.submit(self._make, step + 1)
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class Feed(Generic[T]):
@@ -45,8 +63,8 @@ class Feed(Generic[T]):
         self._micro = micro_batch_size
         self._device = device
         # A new thread sits on GPU 0, where its first CUDA call would make a context of its own.
-        seat = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-        self._ahead = Ahead(self._read, seat)
+        prepare = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+        self._ahead = Ahead(self._read, prepare)
 
     def batch(self, step: int) -> HostBatch:
         """Return this rank's share of a step; say where an epoch begins."""
@@ -55,7 +73,7 @@ class Feed(Generic[T]):
 
     def micro_batches(self, batch: HostBatch) -> list[tuple[Tensor, ...]]:
         """Cut a rank's share into the parts of one forward pass each, on the device; waits for no copy."""
-        whole = (tensor.to(self._device, non_blocking=True) for tensor in batch.tensors)
+        whole = (tensor.to(self._device, non_blocking=True) for tensor in batch.data)
         return list(zip(*(tensor.split(self._micro) for tensor in whole), strict=True))
 
     def close(self) -> None:
@@ -67,7 +85,7 @@ class Feed(Generic[T]):
         batch = self.loader.batch(step)
         tensors = map(torch.from_numpy, self._arrays(batch))
         held = tuple(t.pin_memory() if self._device.type == "cuda" else t for t in tensors)
-        return HostBatch(batch.step, batch.samples, batch.global_targets, held)
+        return Batch(batch.step, held, batch.samples, batch.global_targets)
 
 
 @dataclass(frozen=True)

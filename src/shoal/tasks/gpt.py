@@ -61,7 +61,7 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
         """Make a micro-batch."""
         return MicroBatch(*tensors)
 
-    def run(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
+    def forward_loss(self, model: nn.Module, micro: MicroBatch, inputs: Tensor | None = None) -> Tensor:
         """Return the summed loss, or what the next part of the model takes."""
         tokens_bt, targets_bt = micro.tokens_bt[:, :-1], micro.tokens_bt[:, 1:]
         ends = self._reset_after

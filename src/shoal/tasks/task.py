@@ -25,7 +25,7 @@ from shoal.tasks.feed import Arrays, EvalSet, Feed, HostBatch, make_eval_set, ma
 
 T = TypeVar("T")
 Micro = TypeVar("Micro")
-Rows = list[tuple[str, str]]  # of the page at the start of a run: name and value
+Rows = list[tuple[str, str]]  # of the run summary: name and value
 
 
 class Dataset(Protocol):
@@ -163,7 +163,7 @@ class Task(ABC, Generic[T, Micro]):
         """Make a micro-batch of rows of these arrays."""
 
     @abstractmethod
-    def run(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
+    def forward_loss(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, in nats.
 
         In evaluation num_sums values, the loss first. A part of a model takes as `inputs` what the part

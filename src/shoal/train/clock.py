@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from shoal.runtime.device import Device
-from shoal.runtime.ring import mark
+from shoal.runtime.flight_recorder import mark
 
 # "tp" and "shard" are the time that a rank waits for exchanges of tensor parallelism and of ZeRO within
 # forward and backward. On a GPU, where ZeRO has a stream of its own, "shard" is 0. "bubble" is waiting for
@@ -21,25 +21,23 @@ PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication
 
 @dataclass
 class StepClock:
-    """Times the phases of a step, which are there after `end`.
+    """Times a step and its phases.
 
     On CUDA a phase lasts from the moment that the GPU reaches its beginning until it reaches its end; nothing
-    waits for the GPU before `end`.
+    waits for the GPU before the times are read.
     """
 
     device: Device
     now: Callable[[], float] = time.perf_counter
-    phases: dict[str, float] = field(default_factory=dict)
     profiled: bool = False  # name the phases in a running trace: 30 us each, so only then
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
-    _began: float = 0.0
+    _began: Any = 0.0
 
     def begin(self, step: int | None = None) -> None:
         """Start a step."""
         mark("", step)
-        self.phases = dict.fromkeys(PHASES, 0.0)
-        self.spans.clear()
-        self._began = self.now()
+        self.spans = []
+        self._began = self.read()
 
     def phase(self, name: str) -> Phase:
         """Add the time of the block under this context to a phase, in seconds."""
@@ -53,15 +51,39 @@ class StepClock:
         event.record()
         return event
 
-    def end(self) -> float:
-        """Return the seconds since `begin`, when all work is done."""
-        self.device.synchronise()
+    def end(self) -> StepTime:
+        """End the step; waits for nothing."""
+        return StepTime(self._began, self.read(), self.spans)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The moments of a step that has ended on the host, and on a GPU's queue perhaps not yet."""
+
+    began: Any
+    ended: Any
+    spans: list[tuple[str, Any, Any]]
+
+    def wait(self) -> None:
+        """Wait until all work of the step is done."""
+        if not isinstance(self.ended, float):
+            self.ended.synchronize()
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds of the step and of each of PHASES; waits for the step's work."""
+        self.wait()
+        phases = dict.fromkeys(PHASES, 0.0)
+        seconds = _seconds(self.began, self.ended)
         for name, first, last in self.spans:
-            self.phases[name] += first.elapsed_time(last) / 1e3 if self.device.is_cuda else last - first
+            phases[name] += _seconds(first, last)
         # A pipeline is timed as a whole, and its computations within it: the rest is waiting for other parts.
-        if self.phases["bubble"]:
-            self.phases["bubble"] -= self.phases["forward"] + self.phases["backward"]
-        return self.now() - self._began
+        if phases["bubble"]:
+            phases["bubble"] -= phases["forward"] + phases["backward"]
+        return seconds, phases
+
+
+def _seconds(first: Any, last: Any) -> float:
+    return last - first if isinstance(last, float) else float(first.elapsed_time(last)) / 1e3
 
 
 class Phase:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shoal.config.sections import Config
 from shoal.tasks.feed import EvalSet
 from shoal.train.job import Job
 
@@ -23,7 +24,7 @@ def evaluate(job: Job, subset: EvalSet[Any]) -> dict[str, float] | None:
         if stopped := job.stop.requested():
             break
         for sums in job.model.evaluate([micro], [samples]):
-            if valid and mesh.speaks_for_its_tokens:
+            if valid and mesh.is_loss_rank:
                 totals = [a + b for a, b in zip(totals, sums.flatten().tolist(), strict=True)]
                 count += targets
     job.model.train(on=True)
@@ -43,7 +44,7 @@ def validate(job: Job, step: int) -> None:
         job.metrics.record_evaluation(step, "validation", found)
 
 
-def validation_is_due(job: Job, step: int) -> bool:
+def validation_is_due(config: Config, step: int) -> bool:
     """Say whether this step ends with a validation: every eval.every steps and at the last one."""
-    every = job.config.eval.every
-    return bool(every) and (step % every == 0 or step == job.config.train.steps)
+    every = config.eval.every
+    return bool(every) and (step % every == 0 or step == config.train.steps)

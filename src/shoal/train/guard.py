@@ -51,7 +51,8 @@ class LossGuard:
             raise ShoalError(
                 f"step {step}: {kind} (loss {loss:g}, gradient norm {grad_norm:g}, "
                 f"running mean {self.mean:g}); "
-                "the step was not taken and nothing was saved after the last committed checkpoint",
+                f"the step was {'taken before it was judged' if self._settings.late else 'not taken'} and "
+                "nothing was saved after the last committed checkpoint",
                 hint="see incidents.jsonl for the samples; lower optimizer.lr, or set guard.nonfinite or "
                 "guard.spike to skip, and run again to resume",
             )

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checkpoint.store import CheckpointStore
-from shoal.config.load import to_toml
-from shoal.config.sections import Config, Runtime
-from shoal.config.sync_rules import strategy_of
+from shoal.config.sections import Config
 from shoal.data.verify import Verifier
-from shoal.gradsync.after_step import InStep, Update
-from shoal.gradsync.async_sgd import AsyncSgd, Pace
-from shoal.gradsync.held_back import HeldBack
-from shoal.gradsync.meeting import Meeting
-from shoal.gradsync.rounds import OuterRounds
+from shoal.gradsync.choose import make_replicas
+from shoal.gradsync.replicas import Replica, SynchronousReplicas, Update
 from shoal.models.loss import CrossEntropy
 from shoal.parallel.apply import CutModel, apply
 from shoal.parallel.compile import Compilation, decide
@@ -51,7 +45,7 @@ class Job:
     process: Process
     task: Task[Any, Any]
     model: CutModel[Any]
-    sync: InStep
+    replicas: SynchronousReplicas
     compilation: Compilation
     optimiser: Optimiser
     precision: Precision
@@ -68,6 +62,7 @@ class Job:
     saved_step: int = 0  # of the newest checkpoint that was committed or is being written
     evaluation_pending: bool = False  # a stop came before the validation of the newest step was done
     lineage: tuple[dict[str, object], ...] = ()  # the checkpoints that the weights come from
+    unjudged: deque[tuple[dict[str, Any], Tensor]] = field(default_factory=deque)  # steps, with guard.late
 
     @property
     def run_dir(self) -> Path:
@@ -90,11 +85,11 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
     columns = VocabularyPart(axis, shape.padded_vocab_size) if axis and shape else None
     cross_entropy = CrossEntropy(columns, compiled=compilation.loss)
-    first = layout.dp * (request.island.replica if request.island else 0)
-    place = first + mesh.dp_rank, layout.batch_parts, layout.islands
+    first = layout.dp * (request.group.replica if request.group else 0)
+    place = first + mesh.dp_rank, layout.batch_parts, layout.replica_groups
     task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
-    metrics = Metrics(request.run_dir, task, process, precision, clock, layout.islands)
+    metrics = Metrics(request.run_dir, task, process, precision, clock, layout.replica_groups)
     optimiser = build_optimiser(model.updated_weights(), config.optimizer)
     return Job(
         request=request,
@@ -102,7 +97,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
         process=process,
         task=task,
         model=model,
-        sync=model.owners or _make_sync(request, task, model, optimiser, process, metrics, stop),
+        replicas=model.owners or _make_replicas(request, task, model, optimiser, process, metrics, stop),
         optimiser=optimiser,
         compilation=compilation,
         precision=precision,
@@ -127,14 +122,14 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
 def _make_verifier(request: Request, task: Task[Any, Any], process: Process) -> Verifier:
     """Return what compares the data with its digests: on one rank of each host, as each may have its own."""
     files: dict[Path, str] = {}
-    for dataset in task.data.datasets if process.seat.local_rank == 0 else ():
+    for dataset in task.data.datasets if process.info.local_rank == 0 else ():
         files |= dataset.digests
     # The others wait for that rank where a checkpoint does.
     timeout_s = request.config.runtime.timeout_s / 4
     return Verifier(files, request.config.data.verify, request.run_dir, timeout_s)
 
 
-def _make_sync(
+def _make_replicas(
     request: Request,
     task: Task[Any, Any],
     model: CutModel[Any],
@@ -142,52 +137,29 @@ def _make_sync(
     process: Process,
     metrics: Metrics,
     stop: Stop,
-) -> InStep:
+) -> SynchronousReplicas:
     """Return what the replicas do for each other after a step; reach the others where they are apart."""
-    config, layout, island = task.config, model.mesh.layout, request.island
-    if not strategy_of(config).apart:
-        return HeldBack(model.exchange, model.mesh, config.parallel.split)
-    assert island is not None or layout.replicas == 1, layout  # `shoal train` refuses others
-    meeting = None
-    if island is not None:
-        same = {"runtime": Runtime(), "data": config.data.model_copy(update={"datasets": ()})}
-        facts = [to_toml(config.model_copy(update=same)), *(data.fingerprint for data in task.data.datasets)]
-        facts += [importlib.metadata.version(name) for name in ("shoal", "torch")]
-        plan = xxhash.xxh3_128_hexdigest("\n".join(facts).encode())
-        patience_s, slow_link = config.runtime.timeout_s, config.runtime.slow_link
-        meeting = Meeting(island, process.rank, plan, patience_s, slow_link, lambda: bool(stop.reason_here()))
-    if config.sync.strategy == "async_sgd":
-        return _make_async(config, model, optimiser, island.replica if island else 0, meeting)
-    return OuterRounds(
-        model.named_weights(),
-        config.sync,
-        steps=config.train.steps,
-        rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
-        inner=Update(optimiser.step, lambda: optimiser_tensors(model.named_weights(), optimiser)),
-        replicas=layout.replicas,
-        meeting=meeting,
-        record=metrics.record_round,
-        incidents=request.run_dir / "incidents.jsonl" if process.rank == 0 else None,
-    )
+    config, weights = task.config, model.named_weights()
 
-
-def _make_async(
-    config: Config, model: CutModel[Any], optimiser: Optimiser, rank: int, meeting: Meeting | None
-) -> AsyncSgd:
     def update_of(named: dict[str, nn.Parameter]) -> Update:
         own = build_optimiser(named, config.optimizer)
         return Update(own.step, lambda: optimiser_tensors(named, own))
 
-    weights = model.named_weights()
-    return AsyncSgd(
-        weights,
-        lambda: optimiser_tensors(weights, optimiser),
-        update_of,
-        Pace(config.sync.staleness, config.checkpoint.every, config.train.steps, config.runtime.stop_after),
-        rank,
-        model.mesh.layout.replicas,
-        meeting,
+    replica = Replica(
+        config=config,
+        weights=weights,
+        update=Update(optimiser.step, lambda: optimiser_tensors(weights, optimiser)),
+        update_of=update_of,
+        rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
+        replicas=model.mesh.layout.replicas,
+        rank=process.rank,
+        group=request.group,
+        fingerprints=[dataset.fingerprint for dataset in task.data.datasets],
+        stopped=lambda: bool(stop.reason_here()),
+        record=metrics.record_round,
+        incidents=request.run_dir / "incidents.jsonl" if process.rank == 0 else None,
     )
+    return make_replicas(replica, model.exchange, model.mesh)
 
 
 def _eval_set(task: Task[Any, Any], name: str) -> EvalSet[Any] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shoal.runtime.log import log
+from shoal.tasks.feed import HostBatch
 from shoal.train.evaluate import evaluate, validate, validation_is_due
 from shoal.train.job import Job
 from shoal.train.saving import resume, save, save_is_due
-from shoal.train.step import clip, forward_backward, update
+from shoal.train.step import agree, forward_backward, judge_taken, take_unjudged, update
 
 
 def train(job: Job) -> bool:
@@ -14,43 +15,57 @@ def train(job: Job) -> bool:
 
     Collective over the world.
     """
-    step = start = job.sync.start(resume(job))
-    job.metrics.start(start, job.sync)
-    if not _verify(job, start) and job.sync.stopping(start, asked=True):
+    config = job.config
+    step = start = job.replicas.start(resume(job))
+    job.metrics.start(start, job.replicas)
+    if not _verify(job, start) and job.replicas.stopping(start, asked=True):
         return _finish(job, start)
     if job.evaluation_pending:
         validate(job, start)
         # Stopped again before it was done; where others have to agree, they do so after some steps.
-        if job.evaluation_pending and job.sync.stopping(start, asked=True):
+        if job.evaluation_pending and job.replicas.stopping(start, asked=True):
             return _finish(job, start)
-    for step in range(start + 1, job.config.train.steps + 1):
+    for step in range(start + 1, config.train.steps + 1):
         job.clock.begin(step)
         job.profiler.begin(step)
         with job.clock.phase("data"):
             batch = job.task.batch(step)
-        loss = forward_backward(job, batch)
-        grad_norm = clip(job)
-        applied = update(job, step, loss, grad_norm)
-        job.metrics.record(
-            step,
-            loss=loss,
-            grad_norm=grad_norm,
-            applied=applied,
-            skipped=job.skipped,
-            scale=job.precision.scaler.scale,
-        )
-        if validation_is_due(job, step):
+        _take_step(job, batch)
+        if validation_is_due(config, step):
             validate(job, step)
         job.verifier.poll()
-        if save_is_due(job, step):
+        if save_is_due(config, step):
             job.verifier.wait()
             save(job, step)
         job.checkpoints.poll()
-        stopping = job.sync.stopping(step, asked=job.stop.requested(step))
+        stopping = job.replicas.stopping(step, asked=bool(job.stop.reason))
         job.profiler.end(step, stopping=stopping)
         if stopping:
             break
     return _finish(job, step)
+
+
+def _take_step(job: Job, batch: HostBatch) -> None:
+    total = forward_backward(job, batch)
+    config, scaler, step = job.config, job.precision.scaler, batch.step
+    if not config.guard.late:
+        result = agree(job, batch, total)
+        applied = update(job, result)
+        facts = job.metrics.facts(step, applied=applied, skipped=job.skipped, scale=scaler.scale)
+        job.metrics.record(facts, loss=result.loss, grad_norm=result.grad_norm)
+        return
+    values = take_unjudged(job, batch, total)
+    facts = job.metrics.facts(step, applied=True, skipped=job.skipped, scale=scaler.scale)
+    job.unjudged.append((facts, values))
+    if (
+        job.metrics.logs(step)
+        or validation_is_due(config, step)
+        or save_is_due(config, step)
+        or job.stop.reason
+    ):
+        judge_taken(job, step)
+    elif config.guard.checks:
+        judge_taken(job, step - 1)
 
 
 def _verify(job: Job, start: int) -> bool:
@@ -73,7 +88,7 @@ def _finish(job: Job, step: int) -> bool:
     if done:  # a stop on request has no time for it
         job.verifier.wait()
     save(job, step)
-    job.sync.close()
+    job.replicas.close()
     job.checkpoints.wait()
     if done and job.test is not None:
         found = evaluate(job, job.test)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.gradsync.after_step import InStep
+from shoal.gradsync.replicas import SynchronousReplicas
 from shoal.runtime.files import append_json, reading, write_text
 from shoal.runtime.log import log
 from shoal.runtime.memory import memory_use
@@ -52,16 +52,16 @@ class Metrics:
             peak_flops=peak_flops(process.device, precision.dtype),
         )
         self.last_loss: float | None = None
-        self._sync = InStep()
+        self._replicas = SynchronousReplicas()
         self._sent_bytes = 0
 
-    def start(self, step: int, sync: InStep) -> None:
+    def start(self, step: int, replicas: SynchronousReplicas) -> None:
         """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks.
 
-        Each step from here on records what this rank has sent to agree with others, where `sync` counts,
+        Each step from here on records what this rank has sent to agree with others, where `replicas` count,
         and what else that has to tell.
         """
-        self._sync, self._sent_bytes = sync, sync.traffic.num_bytes if sync.traffic else 0
+        self._replicas, self._sent_bytes = replicas, replicas.traffic.num_bytes if replicas.traffic else 0
         if self._process.rank == 0 and self._path.exists():
             told, bad = _parse(self._path)
             if bad:
@@ -70,33 +70,41 @@ class Metrics:
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._sinks.start(step)
 
-    def record(
-        self, step: int, *, loss: float, grad_norm: float, applied: bool, skipped: int, scale: float
-    ) -> None:
-        """Record one optimiser step; `skipped` counts those left out so far, this one included.
+    def logs(self, step: int) -> bool:
+        """Say whether a step has a line on the console."""
+        return step % self._config.train.log_every == 0 or step in (1, self._config.train.steps)
 
-        Collective over the world on log steps, for the memory of all ranks.
+    def facts(self, step: int, *, applied: bool, skipped: int, scale: float) -> dict[str, Any]:
+        """End a step on the clock; return what the host knows of it.
+
+        `skipped` counts the steps left out so far, this one included.
         """
-        seconds = self._clock.end()
-        self.rates.add(seconds, self._clock.phases)
-        self.last_loss = loss if math.isfinite(loss) else None
         line: dict[str, Any] = {
             "step": step,
             self.rates.unit: step * self.rates.per_step,
-            "loss": loss,
-            "grad_norm": grad_norm,
             "lr": learning_rate(self._config, step, skipped - (not applied)),
             "applied": applied,
             "skipped": skipped,
             "loss_scale": scale,
-            "seconds": seconds,
-            **{f"{name}_s": value for name, value in self._clock.phases.items()},
+            "time": self._clock.end(),
         }
-        if (traffic := self._sync.traffic) is not None:
+        if (traffic := self._replicas.traffic) is not None:
             sent, self._sent_bytes = self._sent_bytes, traffic.num_bytes
             line["sync_bytes"] = self._sent_bytes - sent
-        line |= self._sync.figures
-        if step % self._config.train.log_every == 0 or step in (1, self._config.train.steps):
+        line |= self._replicas.figures
+        return line
+
+    def record(self, facts: dict[str, Any], *, loss: float, grad_norm: float) -> None:
+        """Record one optimiser step by its `facts`, and what the device knew.
+
+        Collective over the world on log steps, for the memory of all ranks.
+        """
+        seconds, phases = facts.pop("time").read()
+        self.rates.add(seconds, phases)
+        self.last_loss = loss if math.isfinite(loss) else None
+        line = facts | {"loss": loss, "grad_norm": grad_norm, "seconds": seconds}
+        line |= {f"{name}_s": value for name, value in phases.items()}
+        if self.logs(line["step"]):
             line |= self.rates.take()
             line |= self._by_rank(line)
             log.info(self._console_line(line))

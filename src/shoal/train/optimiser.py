@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config.sections import Optimizer
 from shoal.errors import ShoalError
-from shoal.gradsync.after_backward import local_gradient
+from shoal.runtime.mesh import local_gradient
 
 
 class Optimiser:
@@ -70,19 +69,15 @@ def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimi
 
 
 class Model(Protocol):
-    """What clipping asks of a model in any layout."""
+    """What unscaling and clipping ask of a model in any layout."""
 
     def updated_weights(self) -> dict[str, nn.Parameter]: ...
 
-    @property
-    def gradient_norm(self) -> Callable[[], float]: ...
 
+def unscale_gradients(model: Model, scale: float) -> None:
+    """Divide gradients by the loss scale.
 
-def clip_gradients(model: Model, limit: float, scale: float = 1.0) -> float:
-    """Divide gradients by `scale`, then clip to a global norm of at most `limit` (0: leave them).
-
-    Returns the norm between the two; where it is not finite, the gradients are of no use. ShoalError if a
-    parameter has no gradient: some layouts of torch lose them without a word.
+    ShoalError if a parameter has no gradient: some layouts of torch lose them without a word.
     """
     weights = model.updated_weights()
     lost = sorted(name for name, weight in weights.items() if weight.grad is None)
@@ -91,13 +86,19 @@ def clip_gradients(model: Model, limit: float, scale: float = 1.0) -> float:
             f"{len(lost)} of {len(weights)} parameters got no gradient, {lost[0]} the first of them",
             hint="this layout loses gradients with this version of torch; use another one and report it",
         )
-    gradients = [local_gradient(weight) for weight in weights.values()]
-    if gradients and scale != 1.0:
-        torch._foreach_div_(gradients, scale)
-    norm = model.gradient_norm()
-    if gradients and limit and not norm <= limit:
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-    return norm
+    if weights and scale != 1.0:
+        torch._foreach_div_([local_gradient(weight) for weight in weights.values()], scale)
+
+
+def clip_gradients(model: Model, norm: float | Tensor, limit: float) -> None:
+    """Clip gradients of a global norm to at most `limit` (0: leave them); a norm on a device is not read."""
+    weights = model.updated_weights()
+    if not weights or not limit or (not isinstance(norm, Tensor) and norm <= limit):
+        return
+    factor = limit / (norm + 1e-6)
+    if isinstance(norm, Tensor):
+        factor = torch.where(norm <= limit, torch.ones_like(norm), factor)
+    torch._foreach_mul_([local_gradient(weight) for weight in weights.values()], factor)
 
 
 def optimiser_tensors(named: dict[str, nn.Parameter], optimiser: Optimiser) -> dict[str, Tensor]:

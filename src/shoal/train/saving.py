@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint.manifest import (
     WEIGHTS,
@@ -19,13 +21,18 @@ from shoal.checkpoint.manifest import (
     step_of,
 )
 from shoal.config.load import to_toml
+from shoal.config.sections import Config
 from shoal.errors import CheckpointError, ConfigError, DataError
-from shoal.gradsync.rounds import KINDS
 from shoal.runtime.log import log
+from shoal.runtime.process import Process
+from shoal.tasks.task import Dataset
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
-from shoal.train.request import refuse_other_run
+from shoal.train.request import Request, refuse_other_run
 from shoal.train.schedule import horizon, learning_rate
+
+# Attributes of a job that a checkpoint keeps, and what they are made of.
+KEPT: dict[str, type] = {"skipped": int, "evaluation_pending": bool, "lineage": tuple}
 
 
 def resume(job: Job) -> int:
@@ -33,16 +40,16 @@ def resume(job: Job) -> int:
 
     Collective over the world.
     """
-    if not job.sync.saves:
+    if not job.replicas.saves:
         return 0  # the first replica tells this one where it is
     own = job.checkpoints.latest()
-    checkpoint = borrowed = own or _of_first_replica(job)
+    checkpoint = borrowed = own or _of_first_replica(job.request, job.process)
     try:
         if checkpoint is not None:
             if job.request.init is not None:
                 log.info(f"--init {job.request.init} does nothing: this run has checkpoints of its own")
             return _resume_from(job, checkpoint, read_state(checkpoint))
-        _refuse_to_start_over(job)
+        _refuse_to_start_over(job.run_dir)
         if job.request.init is not None:
             checkpoint = resolve_checkpoint(job.request.init)
             _load_init(job, checkpoint, read_state(checkpoint))
@@ -56,39 +63,39 @@ def resume(job: Job) -> int:
     return 0
 
 
-def _of_first_replica(job: Job) -> Path | None:
+def _of_first_replica(request: Request, process: Process) -> Path | None:
     """Return the newest good checkpoint of the first replica, for another one that is new in its run.
 
     Rank 0 chooses, as another rank might see a newer one. Collective over the world.
     """
-    island = job.request.island
-    if island is None or not island.replica:
+    group = request.group
+    if group is None or not group.replica:
         return None
-    first, step = job.request.run_of_first / "checkpoints", 0
-    if job.process.rank == 0:
+    first, step = request.run_of_first / "checkpoints", 0
+    if process.rank == 0:
         step = (step_of(resolve_checkpoint(first)) or 0) if committed(first) else -1
-    chosen = int(job.process.sum(step)[0])
+    chosen = int(process.sum(step)[0])
     if chosen < 0:
         return None
-    log.info(f"replica {island.replica} is new: it begins from {first / step_name(chosen)}")
+    log.info(f"replica {group.replica} is new: it begins from {first / step_name(chosen)}")
     return first / step_name(chosen)
 
 
-def _refuse_to_start_over(job: Job) -> None:
+def _refuse_to_start_over(run_dir: Path) -> None:
     """Training from step 1 in a run whose checkpoints are all damaged must be the user's own decision."""
-    damaged = sorted((job.run_dir / "checkpoints").glob("bad-step-*"))
+    damaged = sorted((run_dir / "checkpoints").glob("bad-step-*"))
     if damaged:
         raise CheckpointError(
-            f"all checkpoints of {job.run_dir} are damaged: {', '.join(path.name for path in damaged)}",
-            hint=f"`shoal checkpoint verify {job.run_dir}` takes back what is whole; else restore one from a "
+            f"all checkpoints of {run_dir} are damaged: {', '.join(path.name for path in damaged)}",
+            hint=f"`shoal checkpoint verify {run_dir}` takes back what is whole; else restore one from a "
             "copy, or start anew with another --run-dir",
         )
 
 
 def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
-        log.info(f"changed since the checkpoint: {name} = {new} (was {old}){_rate(job, name)}")
-    _refuse_other_data(job, state, checkpoint)
+        log.info(f"changed since the checkpoint: {name} = {new} (was {old}){_rate(job.config, name)}")
+    _refuse_other_data(job.task.data.datasets, state, checkpoint)
     step = int(state["step"])
     if step != step_of(checkpoint):
         raise CheckpointError(f"{checkpoint} holds the state of step {step}: its files were mixed up")
@@ -97,68 +104,86 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
             f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
             hint=f"use --train.steps {step} or more, or another --run-dir",
         )
-    apart = job.sync.expect(state.get("sync", {}))
-    job.checkpoints.load(checkpoint, _tensors(job) | {f"sync.{name}": t for name, t in apart.items()})
-    _take_over(job, state)
+    job.checkpoints.load(checkpoint, _expected(parts_of(job), state))
+    for part in parts_of(job):
+        if part.take:
+            part.take(state[part.name])
     job.saved_step = step
     log.info(
         f"resumed from {checkpoint.name}"
-        + (f" (restart {job.process.seat.attempt})" if job.process.seat.attempt else "")
+        + (f" (restart {job.process.info.attempt})" if job.process.info.attempt else "")
     )
     return step
 
 
-def _rate(job: Job, name: str) -> str:
+def _rate(config: Config, name: str) -> str:
     """Say where the learning rate ends if `name` decides it: min_lr = None is a tenth of the peak, or 0."""
-    end = learning_rate(job.config, horizon(job.config))
+    end = learning_rate(config, horizon(config))
     return f": the learning rate ends at {end:g}" if name == "schedule.min_lr" else ""
-
-
-def _take_over(job: Job, state: dict[str, Any]) -> None:
-    job.guard.load(state["guard"])
-    job.precision.scaler.load(state["scaler"])
-    job.skipped = int(state["skipped"])
-    job.lineage = tuple(state["lineage"])
-    job.evaluation_pending = bool(state["evaluation_pending"])
 
 
 def save(job: Job, step: int) -> None:
     """Start saving the job as it is after `step`; training waits for the copy to host memory only."""
-    if job.saved_step == step or not job.sync.saves:
+    if job.saved_step == step or not job.replicas.saves:
         return
     files = {"config.toml": to_toml(job.config).encode()}
     if job.process.rank == 0:
         files |= job.task.data.files()
-    job.metrics.record_save(
-        step, job.checkpoints.save(step, _tensors(job, saving=True), _state(job, step), files)
-    )
+    job.metrics.record_save(step, job.checkpoints.save(step, _tensors(job), _state(job, step), files))
     job.saved_step = step
 
 
-def save_is_due(job: Job, step: int) -> bool:
+def save_is_due(config: Config, step: int) -> bool:
     """Say whether this step ends with a checkpoint."""
-    every = job.config.checkpoint.every
+    every = config.checkpoint.every
     return bool(every) and step % every == 0
 
 
-def _tensors(job: Job, *, saving: bool = False) -> dict[str, Tensor]:
-    """Name every tensor of the job: model.<parameter>, optimizer.<parameter>.<key>, sync.<the strategy's>.
+@dataclass(frozen=True)
+class Part:
+    """A part of a job that a checkpoint holds: tensors as name.<parameter>..., facts under its name."""
 
-    What the first pipeline part has, too, is loaded by both and saved by that one.
-    """
-    weights = job.model.named_weights()
-    moments = optimiser_tensors(job.model.updated_weights(), job.optimiser)
-    tensors = {**_weights(weights), **{f"optimizer.{name}": tensor for name, tensor in moments.items()}}
-    if not saving:
-        return tensors
-    tensors |= {f"sync.{name}": tensor for name, tensor in job.sync.tensors().items()}
-    kinds = ("model", "optimizer", *(f"sync.{kind}" for kind in KINDS))
-    skipped = tuple(f"{kind}.{name}" for kind in kinds for name in job.model.elsewhere)
-    return {name: t for name, t in tensors.items() if not name.startswith(skipped)}
+    name: str
+    tensors: Callable[[], Mapping[str, Tensor]] = dict
+    facts: Callable[[], Any] | None = None  # JSON values
+    expect: Callable[[Any], dict[str, Tensor]] | None = None  # the tensors to fill, if not `tensors`
+    take: Callable[[Any], None] | None = None  # the facts, once the tensors are filled
 
 
-def _weights(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {f"{WEIGHTS}.{name}": weight for name, weight in named.items()}
+def parts_of(job: Job) -> list[Part]:
+    """Return all that a checkpoint of this job holds; saving and resuming walk this list."""
+    replicas, guard, scaler = job.replicas, job.guard, job.precision.scaler
+    return [
+        Part(WEIGHTS, job.model.named_weights),
+        Part("optimizer", lambda: optimiser_tensors(job.model.updated_weights(), job.optimiser)),
+        Part("sync", replicas.tensors, replicas.state, replicas.expect),
+        Part("guard", facts=guard.state, take=guard.load),
+        Part("scaler", facts=scaler.state, take=scaler.load),
+        *(_attribute(job, name, kind) for name, kind in KEPT.items()),
+    ]
+
+
+def _attribute(job: Job, name: str, kind: type) -> Part:
+    return Part(name, facts=lambda: getattr(job, name), take=lambda value: setattr(job, name, kind(value)))
+
+
+def _expected(parts: Sequence[Part], state: dict[str, Any]) -> dict[str, Tensor]:
+    """Name every tensor to fill from a checkpoint with this state."""
+    expected: dict[str, Tensor] = {}
+    for part in parts:
+        named = part.expect(state.get(part.name, {})) if part.expect else part.tensors()
+        expected |= {f"{part.name}.{name}": tensor for name, tensor in named.items()}
+    return expected
+
+
+def _tensors(job: Job) -> dict[str, Tensor]:
+    """Name every tensor to save; what the first pipeline part has, too, is saved by that one."""
+    tensors = {
+        f"{part.name}.{name}": tensor for part in parts_of(job) for name, tensor in part.tensors().items()
+    }
+    kinds = (WEIGHTS, "optimizer", *(f"sync.{kind}" for kind in job.replicas.kinds))
+    duplicates = tuple(f"{kind}.{name}" for kind in kinds for name in job.model.tied_duplicates)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(duplicates)}
 
 
 def _state(job: Job, step: int) -> dict[str, Any]:
@@ -166,17 +191,12 @@ def _state(job: Job, step: int) -> dict[str, Any]:
         "step": step,
         job.task.data.unit: step * job.task.targets_per_step,
         "loss": job.metrics.last_loss,
-        "datasets": _fingerprints(job),
+        "datasets": _fingerprints(job.task.data.datasets),
         **job.task.facts(),
         **job.task.data.facts(),
         "world_size": job.process.world_size,
         "layout": str(job.model.mesh.layout),
-        "guard": job.guard.state(),
-        "scaler": job.precision.scaler.state(),
-        "skipped": job.skipped,
-        "evaluation_pending": job.evaluation_pending,
-        "lineage": list(job.lineage),
-        "sync": job.sync.state(),
+        **{part.name: part.facts() for part in parts_of(job) if part.facts},
         "versions": {"shoal": importlib.metadata.version("shoal"), "torch": torch.__version__},
     }
 
@@ -190,8 +210,10 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
             hint=f"use model.network = {theirs}, or leave --init out",
         )
     job.task.data.refuse_other(state, checkpoint)
-    tensors = _tensors(job) if job.request.init_optimizer else _weights(job.model.named_weights())
-    job.checkpoints.load(checkpoint, tensors)
+    kinds = (WEIGHTS, "optimizer") if job.request.init_optimizer else (WEIGHTS,)
+    parts = [part for part in parts_of(job) if part.name in kinds]
+    wanted = {f"{part.name}.{name}": t for part in parts for name, t in part.tensors().items()}
+    job.checkpoints.load(checkpoint, wanted)
     parent = {
         "checkpoint": str(checkpoint.resolve()),
         "step": state["step"],
@@ -207,15 +229,13 @@ def _stored_config(checkpoint: Path) -> str:
     return read_text(checkpoint, "config.toml")
 
 
-def _fingerprints(job: Job) -> list[dict[str, str]]:
-    return [
-        {"path": str(dataset.path), "fingerprint": dataset.fingerprint} for dataset in job.task.data.datasets
-    ]
+def _fingerprints(datasets: Sequence[Dataset]) -> list[dict[str, str]]:
+    return [{"path": str(dataset.path), "fingerprint": dataset.fingerprint} for dataset in datasets]
 
 
-def _refuse_other_data(job: Job, state: dict[str, Any], checkpoint: Path) -> None:
+def _refuse_other_data(datasets: Sequence[Dataset], state: dict[str, Any], checkpoint: Path) -> None:
     was = [entry["fingerprint"] for entry in state["datasets"]]
-    now = [entry["fingerprint"] for entry in _fingerprints(job)]
+    now = [entry["fingerprint"] for entry in _fingerprints(datasets)]
     if was != now:
         raise DataError(
             f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, "

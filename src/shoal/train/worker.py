@@ -12,23 +12,22 @@ import traceback
 import torch.distributed as dist
 
 from shoal.config.load import to_toml
+from shoal.config.rules import hang_limit_s
 from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, ShoalError
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
-from shoal.runtime.launch import launched_by_us, launcher_pid
 from shoal.runtime.log import quieten_libraries, to_rank_file
 from shoal.runtime.network import differing
+from shoal.runtime.rank_info import RankInfo, launched_by_us, launcher_pid, read_rank_info
 from shoal.runtime.run_folder import in_sentences
-from shoal.runtime.seat import Seat, read_seat
 from shoal.runtime.startup import all_is_loaded
 from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
-from shoal.runtime.watch import limit_s, watch_from_within
 from shoal.tasks.choose import open_task
 from shoal.train.job import build_job
 from shoal.train.loop import train
-from shoal.train.page import print_page
 from shoal.train.request import Request
+from shoal.train.summary import print_summary
 
 
 def run(request: Request) -> int:
@@ -36,29 +35,31 @@ def run(request: Request) -> int:
     if (launcher := launcher_pid()) is not None:
         end_with_launcher(launcher)
     all_is_loaded()
-    seat = read_seat() or Seat()
+    info = read_rank_info() or RankInfo()
     quieten_libraries()
     try:
         with in_sentences(request.run_dir, lasting=True):
-            to_rank_file(request.run_dir, seat.rank, seat.attempt)
+            to_rank_file(request.run_dir, info.rank, info.attempt)
             done = _train(request)
     except BaseException as error:
-        record_failure(request.run_dir, seat.rank, seat.attempt, error)
-        if seat.world_size == 1 and not launched_by_us():
+        record_failure(request.run_dir, info.rank, info.attempt, error)
+        if info.world_size == 1 and not launched_by_us():
             raise
-        _leave_at_once(error, quiet=launched_by_us() and seat.rank == 0)
+        _leave_at_once(error, quiet=launched_by_us() and info.rank == 0)
     if done:
         return EXIT_DONE
     # An agent takes any other status for a failure and starts the rank again; our launcher reads the marker.
-    return EXIT_DONE if seat.world_size > 1 or launched_by_us() else EXIT_STOPPED
+    return EXIT_DONE if info.world_size > 1 or launched_by_us() else EXIT_STOPPED
 
 
 def _train(request: Request) -> bool:
     runtime = request.config.runtime
     process = processes.join(runtime, request.run_dir)
     if not launched_by_us() and process.world_size > 1:
-        watch_from_within(process.seat, request.run_dir, limit_s(runtime))
-    if process.seat.is_on_several_hosts:
+        from shoal.diagnosis.watch import watch_from_within  # else the launcher watches
+
+        watch_from_within(process.info, request.run_dir, hang_limit_s(runtime))
+    if process.info.is_on_several_hosts:
         _compare_hosts(request, process)
     stop = Stop(process, request.run_dir, runtime, launched=launched_by_us())
     stop.listen()
@@ -66,10 +67,10 @@ def _train(request: Request) -> bool:
     if process.rank == 0:
         stopped_marker(request.run_dir).unlink(missing_ok=True)  # of an earlier start
         write_text(request.run_dir / "config.toml", to_toml(job.config))
-        if process.seat.attempt == 0:
-            print_page(job)
+        if process.info.attempt == 0:
+            print_summary(job)
     done = train(job)
-    if not done and process.seat.local_rank == 0:  # each host has a launcher that looks for it
+    if not done and process.info.local_rank == 0:  # each host has a launcher that looks for it
         stopped_marker(request.run_dir).touch()
     processes.leave()
     return done
@@ -86,7 +87,7 @@ def _compare_hosts(request: Request, process: processes.Process) -> None:
     for section, settings in request.config:
         if section != "runtime":
             facts |= {f"{section}.{name}": str(value) for name, value in settings if name != "datasets"}
-    here = (f"{socket.gethostname()} (rank {process.rank})", facts) if process.seat.local_rank == 0 else None
+    here = (f"{socket.gethostname()} (rank {process.rank})", facts) if process.info.local_rank == 0 else None
     told: list[tuple[str, dict[str, str]] | None] = [None] * process.world_size
     dist.all_gather_object(told, here, group=process.control)
     if problems := differing(dict(filter(None, told))):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from shoal.data.cut import Cut
+from shoal.data.boundaries import Boundary
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
@@ -58,11 +58,11 @@ class Format:
     text_key: str
     delim: str | None
     separator: str | None
-    cut: Cut | None
+    cut: Boundary | None
 
 
 @dataclass(frozen=True)
-class Row:
+class TextRow:
     """One row of PARSED without its file."""
 
     offset: int
@@ -97,7 +97,7 @@ def parse_range(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, about 0.5 MB a batch; `notes` tell how far the reading is."""
     notes = notes or Notes()
-    batch: list[tuple[int, Row]] = []
+    batch: list[tuple[int, TextRow]] = []
     size = documents = 0
     for place, segment in enumerate(work.segments):
         for row in _rows(segment, sources[segment.file], form, notes, place):
@@ -115,7 +115,7 @@ def parse_range(
         yield _to_batch(batch)
 
 
-def _to_batch(rows: list[tuple[int, Row]]) -> pa.RecordBatch:
+def _to_batch(rows: list[tuple[int, TextRow]]) -> pa.RecordBatch:
     """Build one Arrow batch."""
     columns = [
         [file for file, _ in rows],
@@ -125,7 +125,7 @@ def _to_batch(rows: list[tuple[int, Row]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=PARSED)
 
 
-def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[Row]:
+def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[TextRow]:
     """Choose the reader for a file's kind; anything but a clean read is a DataError that names the file."""
     try:
         if source.kind == "text":
@@ -144,12 +144,12 @@ def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, plac
         ) from error
 
 
-def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[TextRow]:
     """Read a file that is one document, or the part of it that this segment stands for."""
     whole = segment.start == 0 and segment.end == source.size
     bad = first_bad_byte(Path(source.path)) if whole else None  # cut files were checked when they were cut
     if bad is not None:
-        yield Row(0, *_refusal(source.path, bad))
+        yield TextRow(0, *_refusal(source.path, bad))
         return
     with open(source.path, "rb") as file:
         start = _cut_from(file, segment.start, source.size, form.cut)
@@ -158,7 +158,7 @@ def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[Ro
         data = file.read(end - start)
     skip = len(_BOM) if start == 0 and data.startswith(_BOM) else 0
     if start == 0 and len(data) == skip:
-        yield Row(0, 0, "", None)
+        yield TextRow(0, 0, "", None)
         return
     at = skip
     while at < len(data):
@@ -166,7 +166,7 @@ def _one_text(segment: Segment, source: SourceFile, form: Format) -> Iterator[Ro
         stop = len(data) if found is None else found
         first, last = start + at == skip, start + stop == source.size
         begin = at if first or form.cut is None else at + form.cut.skip
-        yield Row(start + at, 0, data[begin:stop].decode(), None, starts=first, ends=last)
+        yield TextRow(start + at, 0, data[begin:stop].decode(), None, starts=first, ends=last)
         at = stop
 
 
@@ -198,7 +198,7 @@ def _refusal(path: str, bad: int) -> tuple[int, None, str]:
     return line, None, _not_utf8(head, byte[0], bad)
 
 
-def _cut_from(file: BinaryIO, place: int, size: int, cut: Cut | None) -> int:
+def _cut_from(file: BinaryIO, place: int, size: int, cut: Boundary | None) -> int:
     """Return the first place from `place` on where the text may be cut; it depends on nothing else."""
     if place in (0, size):
         return place
@@ -216,7 +216,7 @@ def _cut_from(file: BinaryIO, place: int, size: int, cut: Cut | None) -> int:
     return size
 
 
-def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[TextRow]:
     """Read the documents of a text file that a separator divides."""
     assert form.separator is not None
     mark = form.separator.encode()
@@ -227,11 +227,13 @@ def _separated(segment: Segment, source: SourceFile, form: Format) -> Iterator[R
     for part in data[at:].split(mark):
         text, reason = _decode(part, segment.start + at)
         if part or at < len(data):  # the file's last separator opens no document
-            yield Row(segment.start + at, 0, text, reason)
+            yield TextRow(segment.start + at, 0, text, reason)
         at += len(part) + len(mark)
 
 
-def _json_rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[Row]:
+def _json_rows(
+    segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int
+) -> Iterator[TextRow]:
     """Read the JSON lines that start inside the segment."""
     last = 0  # line with something in it
     for number, (offset, line) in enumerate(_lines(segment, source, notes), start=1):
@@ -244,7 +246,7 @@ def _json_rows(segment: Segment, source: SourceFile, form: Format, notes: Notes,
         if line.strip():
             last = number
             text, reason = _json_text(line, offset, form.text_key)
-            yield Row(offset, number, text, reason)
+            yield TextRow(offset, number, text, reason)
 
 
 def _lines(segment: Segment, source: SourceFile, notes: Notes) -> Iterator[tuple[int, bytes]]:
@@ -309,7 +311,7 @@ def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | No
     return _check_text(value[key], key)
 
 
-def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[Row]:
+def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[TextRow]:
     """Read a CSV or TSV file with a header row, record by record."""
     csv.field_size_limit(_MAX_FIELD)  # an open quote may make one field of the rest of a file
     delim = form.delim or ("\t" if source.path.lower().endswith(".tsv") else ",")
@@ -325,16 +327,16 @@ def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(record, line, None, f"not {'TSV' if delim == chr(9) else 'CSV'}: {error}")
+                yield TextRow(record, line, None, f"not {'TSV' if delim == chr(9) else 'CSV'}: {error}")
                 continue
             if not fields:
                 continue
             if column >= len(fields):
-                yield Row(
+                yield TextRow(
                     record, line, None, f"{len(fields)} fields; {form.text_key!r} is field {column + 1}"
                 )
                 continue
-            yield Row(record, line, *_check_text(fields[column], form.text_key))
+            yield TextRow(record, line, *_check_text(fields[column], form.text_key))
 
 
 def _short_lines(text: io.TextIOWrapper, source: SourceFile) -> Iterator[str]:
@@ -353,7 +355,7 @@ def csv_column(header: list[str], source: SourceFile, key: str) -> int:
     return header.index(key)
 
 
-def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterator[Row]:
+def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterator[TextRow]:
     """Read the text column of some row groups."""
     import pyarrow.parquet as pq
 
@@ -381,7 +383,7 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
                         f"{source.path}: column {form.text_key!r} repeats a text beyond all measure",
                         hint="leave the file out",
                     )
-                yield Row(number, 0, *_check_text(value, form.text_key))
+                yield TextRow(number, 0, *_check_text(value, form.text_key))
             first += batch.num_rows
     except pa.ArrowException as error:
         raise DataError(f"{source.path} is damaged: {error}", hint="leave it out or copy it again") from error

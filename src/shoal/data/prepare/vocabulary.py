@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.data.boundaries import AFTER_WORD
 from shoal.data.bytelevel import BYTE_OF, merges_of, to_chars
-from shoal.data.cut import AFTER_WORD
 from shoal.data.permutation import permute
 from shoal.data.prepare.options import BYTES, GPT2, TRAINED
 from shoal.data.prepare.parse import Format, parse_range

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shoal.data.cut import Cut
+from shoal.data.boundaries import Boundary
 from shoal.data.indexed import token_dtype
 from shoal.data.prepare.parse import PARSED, Format, Notes, parse_range
 from shoal.data.prepare.sources import SourceFile, WorkRange
@@ -32,7 +32,7 @@ class WorkSpec:
     delim: str | None
     separator: str | None
 
-    def form(self, cut: Cut | None) -> Format:
+    def form(self, cut: Boundary | None) -> Format:
         """Return how to read the files."""
         return Format(self.text_key, self.delim, self.separator, cut)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
 
 from shoal.errors import InputError
-from shoal.infer.generate import Row
+from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 
@@ -89,7 +89,7 @@ class CompletionRequest(BaseModel):
             seed=secrets.randbits(63) if self.seed is None else self.seed,
         )
 
-    def rows(self, loaded: TextModel, capacity: int) -> list[Row]:
+    def rows(self, loaded: TextModel, capacity: int) -> list[GeneratedRow]:
         """Return a row for each text, samples of a prompt beside each other.
 
         An InputError says which prompt does not fit into `capacity` tokens, or has an id there is not.
@@ -111,7 +111,7 @@ class CompletionRequest(BaseModel):
                     f"prompt {number} has {len(tokens)} tokens and max_tokens is {max_tokens}: "
                     f"together at most {capacity}"
                 )
-            rows += [Row(tokens, max_tokens, number, sample) for sample in range(samples)]
+            rows += [GeneratedRow(tokens, max_tokens, number, sample) for sample in range(samples)]
         return rows
 
     def _prompts(self) -> list[str | list[int]]:

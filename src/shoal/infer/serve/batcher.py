@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError
-from shoal.infer.generate import Batch, Engine, Row
+from shoal.infer.generate import DecodingBatch, Engine, GeneratedRow
 from shoal.infer.sampling import Sampling
 
 _READ_BESIDE = 512  # tokens of new prompts that are read between two tokens of the live rows
@@ -29,7 +29,7 @@ class Ticket:
     An exception in place of them says why the row ends early.
     """
 
-    row: Row
+    row: GeneratedRow
     sampling: Sampling
     deliver: Callable[[int | Exception | None], None]
     cancelled: bool = False
@@ -46,7 +46,7 @@ class Batcher:
     ) -> None:
         """Let at most `max_waiting` rows wait; `on_failure` is called when the model fails."""
         self._engine = engine
-        self._batch: Batch[Ticket] = Batch(engine, stop_id)
+        self._batch: DecodingBatch[Ticket] = DecodingBatch(engine, stop_id)
         self._max_waiting = max_waiting
         self._waiting: deque[Ticket] = deque()
         self._live: set[Ticket] = set()

@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import InputError, ShoalError
-from shoal.infer.generate import Engine, Row
+from shoal.infer.generate import Engine, GeneratedRow
 from shoal.infer.load import TextModel, load_text_model
 from shoal.infer.serve.api import Answer, CompletionRequest, choice, failure, usage
 from shoal.infer.serve.batcher import Batcher, BusyError, GoneError, Ticket
@@ -240,7 +240,7 @@ class Texts:
     def __init__(
         self,
         batcher: Batcher,
-        rows: list[Row],
+        rows: list[GeneratedRow],
         wanted: CompletionRequest,
         writers: list[Writer],
         limit_s: float,

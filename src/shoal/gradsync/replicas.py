@@ -1,0 +1,101 @@
+"""What replicas do for each other after an optimiser step: the interface, and that of plain replicas."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.config.sections import Config
+from shoal.gradsync.exchange import Traffic
+from shoal.runtime.log import log
+from shoal.runtime.rank_info import ReplicaGroup
+
+
+@dataclass(frozen=True)
+class Update:
+    """The run's optimiser for some weights."""
+
+    step: Callable[[float], None]  # at a learning rate
+    state: Callable[[], dict[str, Tensor]]  # by parameter name and key; made where it is not yet there
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a strategy whose replicas train by themselves is told of the one on this rank."""
+
+    config: Config
+    weights: dict[str, nn.Parameter]  # this rank's, by name
+    update: Update  # of all of these
+    update_of: Callable[[dict[str, nn.Parameter]], Update]  # makes one of its own for some weights
+    rate_at: Callable[[int], float]  # a step's learning rate, as a share of its peak
+    replicas: int
+    rank: int  # within the replica
+    group: ReplicaGroup | None  # None: the only one
+    fingerprints: Sequence[str]  # of the datasets
+    stopped: Callable[[], bool]  # whether this rank was asked to end
+    record: Callable[..., None]  # takes a step, and facts of an exchange
+    incidents: Path | None  # None on all ranks but one
+
+
+class SynchronousReplicas:
+    """Replicas that take the same step: nothing remains to be done after it.
+
+    Other strategies replace what they need.
+    """
+
+    traffic: Traffic | None = None  # what this rank has sent to agree, where it is counted
+    figures: Mapping[str, float] = MappingProxyType({})  # what there is to record of the last step
+    kinds: tuple[str, ...] = ()  # of tensors with the names of weights, as kind.parameter
+    saves = True  # this replica's state is the run's, and begins with what a checkpoint holds
+
+    def start(self, step: int) -> int:
+        """Begin when `step` steps are done here; return how many are then. Collective over the replicas."""
+        return step
+
+    def take_step(self, step: Callable[[float], None], rate: float) -> None:
+        """Have the weights updated by their gradients, by `step` or by others, at a learning rate."""
+        step(rate)
+
+    def after_step(self, step: int) -> None:
+        """Follow a step that this replica has taken, or left out. Collective over the replicas."""
+
+    def stopping(self, step: int, *, asked: bool) -> bool:
+        """Say whether to stop after a step; `asked` is whether this replica was told to."""
+        return asked
+
+    def close(self) -> None:
+        """Take part no more. Called when all that is to be saved has been."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep beside tensors, as JSON values."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint has to keep, cut like the weights, as kind.parameter."""
+        return {}
+
+    def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors to fill from a checkpoint with this `state`; empty: it has none to give."""
+        if "inner" in state:
+            held = f"{state['strategy']}, inner layout {state['inner']}"
+            log.info(f"gradients that were held back are dropped: {held} then, none held now")
+        return {}
+
+
+class WeightOwners(SynchronousReplicas, ABC):
+    """Replicas of which one updates a weight for all."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> dict[str, nn.Parameter]:
+        """The weights that this rank updates."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Sum each gradient on its owner. Collective over all ranks."""

@@ -1,0 +1,367 @@
+"""`shoal advise`: what each strategy's step would take on this link, and which one to use."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.bench.ranks import on_ranks
+from shoal.bench.record import begin, describe
+from shoal.config import rules
+from shoal.config.layout import Layout, parse_layout, resolve_layout, settings_of
+from shoal.config.sections import Config, Sync
+from shoal.config.sync_rules import STRATEGIES, check_sync, reads_reduce_dtype
+from shoal.data.synthetic import write_dataset
+from shoal.errors import ConfigError, InputError, ShoalError
+from shoal.plan.link_cost import Link
+from shoal.plan.measure import (
+    Measurement,
+    MeasureOptions,
+    measure,
+    pace_of_run,
+    pace_of_step,
+    parse_link,
+    ranks_of_run,
+    shapes_of,
+)
+from shoal.plan.sync_cost import (
+    ComputeTime,
+    Demand,
+    Line,
+    Replicas,
+    Shapes,
+    break_even,
+    demand,
+    seconds,
+    step_lines,
+)
+from shoal.runtime.files import check_targets, write_json
+
+_PLAIN = "allreduce"
+_SLOWER = 1.05  # times as long: what is named as slower, and what compression has to gain to be worth it
+_NEAR = 1.2  # times the fastest step, which a prediction may miss: a milder strategy is preferred
+# What else changes the result, mildest first, where nothing is known of the model in question.
+_MILDEST = ("bf16", "int8", "powersgd", "onebit", "topk", "diloco", "streaming_diloco", "block_momentum")
+_COMPRESSED = tuple(
+    name for name, strategy in STRATEGIES.items() if strategy.kind == "exchange" and not strategy.exact
+)
+
+
+@dataclass(frozen=True)
+class AdviseOptions:
+    """What the command line says, beside the configuration."""
+
+    run_dir: Path | None = None  # a run whose steps are read
+    nproc: int = 0
+    layout: str | None = None
+    hosts: int = 0
+    link: str | None = None
+    step_ms: float | None = None
+    seconds: float = 20.0
+    json: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One strategy: why it is refused, or what is predicted."""
+
+    strategy: str
+    exact: bool
+    refused: str = ""
+    step_s: float = math.inf
+    work_s: float = 0.0
+    waiting_s: float = 0.0  # for others, of a step
+    relative: float = math.inf  # of plain all-reduce's step
+    sent_bytes: float = 0.0
+    below_bytes_per_s: float = 0.0  # from there down never slower than plain all-reduce; 0: never
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What predictions rest on."""
+
+    link: Link
+    pace: ComputeTime
+    replicas: Replicas
+
+
+def command(config: Config, wish: AdviseOptions) -> int:
+    """Measure what is not given, print a prediction for each strategy, and say what to use."""
+    link = parse_link(wish.link) if wish.link else None
+    _check(wish)
+    begin()
+    layout = _layout(config, wish)
+    with _with_data(config) as prepared:
+        shapes = shapes_of(prepared)
+        legal, refused = settle(prepared, layout)
+        pace = _known_pace(prepared, wish, layout)
+        ask = MeasureOptions(
+            0.0 if link else wish.seconds,
+            None if pace else prepared,
+            layout.dp_replicate,
+            tuple(legal.values()),
+            shapes,
+        )
+        processes = _processes(wish, layout, link)
+        found: Measurement | None = on_ranks(processes, "torch", measure, ask, runtime=config.runtime)
+    if found is None:  # another rank reports
+        return 0
+    link, pace = link or found.link, pace or found.pace
+    if link is None:
+        raise ShoalError(
+            "no bandwidth can be told from the times measured: they hardly grow with size",
+            hint="give more --seconds, or the link itself, as in --link 1gbit",
+        )
+    assert pace is not None
+    gradient_bytes = 2 if config.precision.reduce_dtype == "bf16" else 4
+    hosts = wish.hosts or (found.hosts if found.hosts > 1 else layout.dp_replicate)
+    ranks = layout.world_size // layout.dp_replicate
+    basis = Basis(link, pace, Replicas(layout.dp_replicate, hosts, ranks, gradient_bytes))
+    rows = [*predict(basis, legal, shapes, found.work_s), *refused]
+    _print(basis, rows, layout)
+    if wish.json is not None:
+        write_json(wish.json, _report(basis, rows, layout))
+    return 0
+
+
+def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Prediction]]:
+    """Return each strategy's settings where it may be used, and a row with the reason where not.
+
+    A strategy takes those settings of the configuration that it reads, and no others count against it.
+    """
+    legal, refused = {}, []
+    for name, strategy in STRATEGIES.items():
+        given = {field: getattr(config.sync, field) for field in strategy.reads}
+        if "int8" in given and not given["int8"]:
+            del given["block"]
+        sync = Sync.model_validate({"strategy": name, **given})
+        unread = {} if reads_reduce_dtype(name) else {"reduce_dtype": "fp32"}
+        precision = config.precision.model_copy(update=unread)
+        try:
+            check_sync(config.model_copy(update={"sync": sync, "precision": precision}), layout)
+            legal[name] = sync
+        except ConfigError as error:
+            refused.append(Prediction(name, strategy.exact, error.message))
+    return legal, refused
+
+
+def predict(
+    basis: Basis, legal: dict[str, Sync], shapes: Shapes, work_s: dict[str, float]
+) -> list[Prediction]:
+    """Return a row for each strategy; plain all-reduce, by the back end, is what they are compared with."""
+    per_byte_s = 1 / basis.link.bytes_per_s
+    plain = _lines(basis, demand(Sync(), shapes, basis.replicas), 0.0)
+    rows = []
+    for name, sync in legal.items():
+        asked = demand(sync, shapes, basis.replicas)
+        lines = _lines(basis, asked, work_s[name])
+        step_s = seconds(lines, per_byte_s)
+        rows.append(
+            Prediction(
+                name,
+                STRATEGIES[name].exact,
+                step_s=step_s,
+                work_s=work_s[name],
+                waiting_s=max(0.0, step_s - basis.pace.step_s - work_s[name]),  # not -0.0
+                relative=step_s / seconds(plain, per_byte_s),
+                sent_bytes=asked.sent_bytes,
+                below_bytes_per_s=break_even(lines, plain),
+            )
+        )
+    return rows
+
+
+def advice(rows: Sequence[Prediction]) -> str:
+    """Say what to use, and what not, and why.
+
+    Chosen is the mildest strategy near the fastest: all-reduce, what is exact, then _MILDEST and the rest.
+    """
+    open_rows = [row for row in rows if not row.refused]
+    plain = next(row for row in open_rows if row.strategy == _PLAIN)
+    fastest = min(row.step_s for row in open_rows)
+    near = [row for row in open_rows if row.step_s <= fastest * _NEAR]  # in the table's order: plain first
+    by_name = {row.strategy: row for row in near}
+    mild = [by_name[name] for name in _MILDEST if name in by_name]
+    chosen = [*(row for row in near if row.exact), *mild, *near][0]
+    sentences = [_use(chosen, plain, fastest)]
+    if not chosen.exact:
+        exact = min((row for row in open_rows if row.exact), key=lambda row: row.step_s)
+        sentences.append(
+            f"It changes the result: compare losses, or take {exact.strategy}, the fastest that does not "
+            f"({_step(exact.step_s)})."
+        )
+    compressed = [row for row in open_rows if row.strategy in _COMPRESSED]
+    best = min((row.relative for row in compressed), default=0.0)
+    if best * _SLOWER > 1:
+        first = max(compressed, key=lambda row: row.below_bytes_per_s)
+        effect = "slow you down" if best >= 1 else "gain you next to nothing"
+        sentences.append(
+            f"Compression would {effect} here: "
+            + ", ".join(f"{row.strategy} {row.relative:.2f}" for row in compressed)
+            + f" times the step; {_begins(first)}."
+        )
+        open_rows = [row for row in open_rows if row not in compressed]
+    if slower := [row.strategy for row in open_rows if row.relative > _SLOWER]:
+        sentences.append(f"Slower than plain all-reduce here: {', '.join(slower)}.")
+    return " ".join(sentences)
+
+
+def _use(chosen: Prediction, plain: Prediction, fastest: float) -> str:
+    if chosen is plain:
+        gain = math.ceil(100 * (plain.step_s / fastest - 1.005))
+        why = f"nothing is more than {gain} % faster" if gain > 0 else "nothing is faster"
+        return f"Use {_PLAIN} ({_step(plain.step_s)}): {why}."
+    return (
+        f"Use {chosen.strategy}: {_step(chosen.step_s)} where {_PLAIN} takes {_step(plain.step_s)}, "
+        f"{plain.step_s / chosen.step_s:.1f} times as fast."
+    )
+
+
+def _begins(row: Prediction) -> str:
+    if not row.below_bytes_per_s:
+        return "it pays on no link"
+    return f"{row.strategy} is the first to pay, below {_rate(row.below_bytes_per_s)}"
+
+
+def _lines(basis: Basis, asked: Demand, work_s: float) -> tuple[Line, ...]:
+    return step_lines(asked, basis.pace, work_s, basis.link.latency_s)
+
+
+def _check(wish: AdviseOptions) -> None:
+    if wish.step_ms is not None and wish.step_ms <= 0:
+        raise InputError(f"--step-ms {wish.step_ms:g}: a step takes time", hint="use a number above 0")
+    if wish.seconds <= 0:
+        raise InputError(f"--seconds {wish.seconds:g}: measuring takes time", hint="use a number above 0")
+    check_targets(wish.json)
+
+
+def _layout(config: Config, wish: AdviseOptions) -> Layout:
+    """Return the layout that is planned; refuse one without replicas, and hosts that do not fit."""
+    if wish.layout is not None:
+        layout = parse_layout(wish.layout)
+        parallel = config.parallel.model_copy(update=settings_of(layout))
+        layout = resolve_layout(parallel, layout.world_size)
+    else:
+        processes = wish.nproc or (ranks_of_run(wish.run_dir) if wish.run_dir else 2)
+        layout = resolve_layout(config.parallel, processes)
+    count = layout.dp_replicate
+    if count < 2:
+        raise InputError(
+            f"layout {layout} has one replica, and nothing to agree on",
+            hint="name one with replicas, such as --layout dp4",
+        )
+    if wish.hosts and (wish.hosts < 2 or count % wish.hosts):
+        raise InputError(
+            f"--hosts {wish.hosts}: {count} replicas cannot be shared out so that links join them",
+            hint="use " + " or ".join(str(n) for n in range(2, count + 1) if count % n == 0),
+        )
+    rules.check(config, layout.dp)
+    return layout
+
+
+def _known_pace(config: Config, wish: AdviseOptions, layout: Layout) -> ComputeTime | None:
+    if wish.step_ms is not None:
+        return pace_of_step(wish.step_ms / 1e3, config, layout.dp)
+    if wish.run_dir is not None:
+        return pace_of_run(wish.run_dir, config, layout.dp)
+    if layout.world_size != layout.dp_replicate:
+        raise InputError(
+            f"the step of a replica of several ranks ({layout}) is not measured here",
+            hint="give a run under this layout, as in shoal advise runs/NAME, or --step-ms",
+        )
+    return None
+
+
+def _processes(wish: AdviseOptions, layout: Layout, link: Link | None) -> int:
+    """Return how many processes measure: with a link given, one has the machine to itself."""
+    from shoal.runtime.rank_info import read_rank_info
+
+    if wish.nproc or read_rank_info():
+        return wish.nproc
+    return 1 if link else layout.world_size
+
+
+@contextmanager
+def _with_data(config: Config) -> Iterator[Config]:
+    """Give a decoder some random tokens where it has no data."""
+    if config.data.datasets or config.model.network != "decoder":
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-advise-") as folder:
+        data = write_dataset(Path(folder) / "data", config, steps=4)
+        section = config.data.model_copy(update={"datasets": (str(data),), "weights": ()})
+        yield config.model_copy(update={"data": section})
+
+
+def _print(basis: Basis, rows: list[Prediction], layout: Layout) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    r, link = basis.replicas, basis.link
+    hosts = f"{r.count} hosts" if r.hosts == r.count else f"{r.hosts} hosts, {r.here} replicas on each"
+    console.print(
+        f"{layout}: {r.count} replicas behind the links of {hosts}; a link carries {_rate(link.bytes_per_s)} "
+        f"each way, a message takes {link.latency_s * 1e6:,.0f} us; a step without communication "
+        f"{_step(basis.pace.step_s)}",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for heading in ("strategy", "s/step", "to all-reduce", "MB/step", "waiting", "pays below", ""):
+        table.add_column(heading, justify="left" if heading in ("strategy", "") else "right", no_wrap=True)
+    for row in (row for row in rows if not row.refused):
+        table.add_row(
+            row.strategy,
+            f"{row.step_s:.4g}",
+            f"{row.relative:.2f}",
+            f"{row.sent_bytes / 1e6:,.3g}",
+            f"{row.waiting_s / row.step_s:.0%}",
+            "" if row.strategy == _PLAIN else _below(row.below_bytes_per_s),
+            "exact" if row.exact else "changes the result",
+        )
+    console.print(table)
+    for row in (row for row in rows if row.refused):
+        console.print(escape(f"{row.strategy} is refused: {row.refused}"), highlight=False, soft_wrap=True)
+    console.print(escape(advice(rows)), highlight=False, soft_wrap=True)
+
+
+def _below(bytes_per_s: float) -> str:
+    return {0.0: "never", math.inf: "always"}.get(bytes_per_s) or _rate(bytes_per_s)
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    size, unit = next((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (0, "k")) if bits >= size)
+    return f"{bits / (size or 1e3):.3g} {unit}bit/s"
+
+
+def _step(step_s: float) -> str:
+    return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1e3:.3g} ms"
+
+
+def _report(basis: Basis, rows: list[Prediction], layout: Layout) -> dict[str, Any]:
+    """Return everything as JSON; a bandwidth of null means that a strategy always pays."""
+    return {
+        **describe("advise"),
+        "layout": str(layout),
+        **asdict(basis),
+        "rows": [
+            {"strategy": row.strategy, "exact": row.exact, "refused": row.refused}
+            if row.refused
+            else {**asdict(row), "below_bytes_per_s": _finite(row.below_bytes_per_s)}
+            for row in rows
+        ],
+        "advice": advice(rows),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

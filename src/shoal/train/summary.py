@@ -1,0 +1,102 @@
+"""The run summary: what will happen, in numbers."""
+
+from __future__ import annotations
+
+from shoal.config import rules
+from shoal.config.load import differences
+from shoal.config.sections import Config
+from shoal.config.sync_rules import strategy_of
+from shoal.models.shape import ModelShape
+from shoal.parallel.compile import Compilation
+from shoal.runtime.device import has_fast_products
+from shoal.runtime.log import log
+from shoal.runtime.mesh import local
+from shoal.train.job import Job
+from shoal.train.schedule import horizon, min_lr, warmup_steps
+
+
+def print_summary(job: Job) -> None:
+    """Log layout, model, data, batch and schedule, and each setting that differs from its default."""
+    rows = [*_machine(job), *_model(job), *_batch(job), *_schedule(job)]
+    width = max(len(name) for name, _ in rows)
+    log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
+    changed = [
+        f"{name} = {value}"
+        for name, value, _ in differences(job.config, Config())
+        if name not in ("data.datasets", "model.vocab_size")
+    ]
+    if not has_fast_products(job.precision.dtype, job.process.device.torch_device):
+        log.warning(
+            f"warning: {job.precision.name} matrix products are not in this CPU's hardware: large ones run "
+            "some 50 times slower than with precision.dtype = fp32"
+        )
+    log.info("  settings that differ from their defaults: " + ("; ".join(changed) or "none"))
+
+
+def _machine(job: Job) -> list[tuple[str, str]]:
+    process, layout = job.process, job.model.mesh.layout
+    accumulation = rules.grad_accum_steps(job.config, layout.batch_parts)
+    return [
+        ("run", str(job.run_dir)),
+        (
+            "layout",
+            f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
+            f"{job.config.train.micro_batch_size} {job.task.data.sample}(s) each",
+        ),
+        *_sync(job),
+        ("device", f"{process.device.name}, {job.precision.name}"),
+        ("threads", f"{process.threads} per worker ({process.threads_reason})"),
+    ]
+
+
+def _sync(job: Job) -> list[tuple[str, str]]:
+    sync, replicas = job.config.sync, job.model.mesh.layout.replicas
+    if not strategy_of(job.config).apart:
+        return []
+    if sync.strategy == "async_sgd":
+        ahead = f"the fastest at most {sync.staleness} steps ahead"
+        return [("sync", f"{sync.strategy}: {replicas} workers that serve each other, {ahead}")]
+    return [("sync", f"{sync.strategy}: {replicas} replicas agree on weights every {sync.every} steps")]
+
+
+def _model(job: Job) -> list[tuple[str, str]]:
+    own = sum(local(weight).numel() for weight in job.model.named_weights().values())
+    model, *more = job.task.model_rows()
+    return [model, ("parameters", f"{job.task.num_parameters:,} in all, {own:,} on rank 0"), *more]
+
+
+def _batch(job: Job) -> list[tuple[str, str]]:
+    datasets = ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.task.data.datasets)
+    return [("data", datasets), ("verify", job.verifier.plan), *job.task.data.rows(job.task.loader)]
+
+
+def _schedule(job: Job) -> list[tuple[str, str]]:
+    config = job.config
+    kind, end = config.schedule.kind, f"{min_lr(config):g} at step {horizon(config)}"
+    after = f"down to {end}" if kind in ("cosine", "linear", "wsd") else "then as its rule has it"
+    return [
+        (
+            "schedule",
+            f"{kind}: {warmup_steps(config)} warm-up steps to lr {config.optimizer.lr:g}, "
+            f"{'then constant' if kind == 'constant' else after}",
+        ),
+        ("optimiser", config.optimizer.name),
+        *([("guard", "judges a step while the next one runs")] if config.guard.late else []),
+        ("compile", _compiled(job.compilation)),
+        *(_recompute(job.config, job.task.shape) if job.task.shape else ()),
+    ]
+
+
+def _compiled(compilation: Compilation) -> str:
+    what = "yes" if compilation.on else "the loss alone" if compilation.loss else "no"
+    return f"{what} ({compilation.reason})"
+
+
+def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:
+    train, layers = config.train, shape.n_layers
+    if train.recompute != "full":
+        return [("recompute", train.recompute)]
+    chunk = min(train.recompute_layers, layers)
+    whole, rest = divmod(layers, chunk)
+    last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
+    return [("recompute", f"full, {whole} chunk(s) of {chunk} layer(s){last}")]

@@ -1,0 +1,44 @@
+"""Workers whose launcher is killed before they have even joined each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import alive, children
+from tests.tiny_dataset import random_dataset
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers through /proc")
+@pytest.mark.parametrize(
+    "born", [pytest.param(1, id="the server that ranks are forked from"), pytest.param(3, id="and two ranks")]
+)
+def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path, born: int):
+    data = random_dataset(tmp_path / "data")
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        "tiny",
+        f"--data={data}",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
+    launcher = subprocess.Popen([*command, "--nproc=2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(workers := children(launcher.pid)) < born and time.monotonic() < deadline:
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    assert len(workers) == born
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in workers if alive(pid)]
+    for pid in left:
+        os.kill(pid, 9)
+    assert not left, "orphans wait for a store that is gone"
