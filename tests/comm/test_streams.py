@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.comm.thread_transport import run_ranks
-from shoal.strategies import compression as carried
+from shoal.strategies import compression
 
 
 class OnGpu(torch.Tensor):
@@ -67,8 +67,8 @@ def test_the_thread_of_an_exchange_sits_on_the_gpu_of_its_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=torch.device("cuda", 1)))
     moment = SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: moment)
-    monkeypatch.setattr(carried._Thread, "_in_stream", staticmethod(lambda stream, asked, work: work()))
-    seats = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seats.append(torch.device(device).index))
-    carried._Thread(torch.device("cuda")).start(lambda: None)._future.result()
-    assert seats == [1]
+    monkeypatch.setattr(compression._Thread, "_in_stream", staticmethod(lambda stream, asked, work: work()))
+    devices = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(torch.device(device).index))
+    compression._Thread(torch.device("cuda")).start(lambda: None)._future.result()
+    assert devices == [1]

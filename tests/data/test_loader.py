@@ -36,8 +36,8 @@ def test_the_permutation_depends_on_its_key():
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
 
 
-@pytest.mark.parametrize(("world_size", "worlds"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-def test_a_steps_samples_are_what_the_ranks_of_a_world_train_on(world_size, worlds):
+@pytest.mark.parametrize(("world_size", "replica_groups"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_a_steps_samples_are_what_the_ranks_of_a_world_train_on(world_size, replica_groups):
     windows = Windows([split(203)], seq_len=6)
     ranks = [
         Loader(
@@ -47,12 +47,12 @@ def test_a_steps_samples_are_what_the_ranks_of_a_world_train_on(world_size, worl
             seed=1,
             rank=rank,
             world_size=world_size,
-            worlds=worlds,
+            replica_groups=replica_groups,
         )
         for rank in range(world_size)
     ]
     for step in (1, 5):
-        for world in np.array_split(ranks, worlds):
+        for world in np.array_split(ranks, replica_groups):
             trained_on = np.concatenate([one.batch(step).samples for one in world]).tolist()
             assert [one.step_samples(step).tolist() for one in world] == [trained_on] * len(world)
 

@@ -1,4 +1,4 @@
-"""Verdicts on made-up scenes: who holds a job up, and how it is told."""
+"""Diagnoses of made-up views: who holds a job up, and how it is told."""
 
 import json
 

@@ -36,7 +36,7 @@ def test_a_gpus_batches_wait_in_page_locked_memory(tmp_path):
     loader = Loader(Windows([split], 16), weights=(), global_batch_size=8, seed=1, rank=0, world_size=1)
     feed = Feed(loader, lambda batch: (batch.data,), 4, torch.device("cuda", 0))
     batch = feed.batch(1)
-    (tokens_bt,) = batch.tensors
+    (tokens_bt,) = batch.data
     assert tokens_bt.is_pinned()
     micro = feed.micro_batches(batch)
     assert torch.cat([part for (part,) in micro]).cpu().equal(tokens_bt)

@@ -22,7 +22,7 @@ def model():
     return decoder_from_hf(random_gpt2())
 
 
-class HangDiagnosis:
+class RecordedBatcher:
     """A batcher whose model's calls are noted, and answered by what a test wants to happen just then."""
 
     def __init__(self, model, rows, monkeypatch):
@@ -78,46 +78,46 @@ def alone(model, name, max_tokens=6):
 
 
 def test_a_row_that_is_given_up_while_it_waits_is_not_read(model, monkeypatch):
-    scene = HangDiagnosis(model, 1, monkeypatch)
+    recorded = RecordedBatcher(model, 1, monkeypatch)
     for name in "abc":
-        scene.submit(name)
-    scene.then["step", 2] = lambda: scene.cancel("b")
-    scene.batcher.run()
-    assert scene.read == PROMPTS["a"] + PROMPTS["c"]
-    assert scene.told == {"a": alone(model, "a"), "b": [], "c": alone(model, "c")}
+        recorded.submit(name)
+    recorded.then["step", 2] = lambda: recorded.cancel("b")
+    recorded.batcher.run()
+    assert recorded.read == PROMPTS["a"] + PROMPTS["c"]
+    assert recorded.told == {"a": alone(model, "a"), "b": [], "c": alone(model, "c")}
 
 
 def test_a_row_that_is_given_up_while_it_is_read_is_not_read_on(model, monkeypatch):
-    scene = HangDiagnosis(model, 2, monkeypatch)
+    recorded = RecordedBatcher(model, 2, monkeypatch)
     for name in "abc":
-        scene.submit(name, 8)
-    scene.then["read", 2 + 8] = lambda: scene.cancel("b")  # two parts of its three
-    scene.batcher.run()
-    assert scene.read == PROMPTS["a"] + PROMPTS["b"][:8] + PROMPTS["c"]
-    assert scene.told == {"a": alone(model, "a", 8), "b": [], "c": alone(model, "c", 8)}
+        recorded.submit(name, 8)
+    recorded.then["read", 2 + 8] = lambda: recorded.cancel("b")  # two parts of its three
+    recorded.batcher.run()
+    assert recorded.read == PROMPTS["a"] + PROMPTS["b"][:8] + PROMPTS["c"]
+    assert recorded.told == {"a": alone(model, "a", 8), "b": [], "c": alone(model, "c", 8)}
 
 
 @pytest.mark.parametrize("given_up", ["a", "c"])  # the first of the live rows, and the last
 def test_a_live_row_that_is_given_up_gets_no_more_tokens(model, monkeypatch, given_up):
-    scene = HangDiagnosis(model, 2, monkeypatch)
+    recorded = RecordedBatcher(model, 2, monkeypatch)
     kept = {"a": "c", "c": "a"}[given_up]
-    scene.submit(given_up, 30)
-    scene.submit(kept, 6)
-    scene.then["step", 4] = lambda: scene.cancel(given_up)
-    scene.batcher.run()
-    got = scene.told[given_up]
+    recorded.submit(given_up, 30)
+    recorded.submit(kept, 6)
+    recorded.then["step", 4] = lambda: recorded.cancel(given_up)
+    recorded.batcher.run()
+    got = recorded.told[given_up]
     assert got == alone(model, given_up, 30)[: len(got)]
     assert len(got) <= 5  # that of the step under way is the last
-    assert scene.told[kept] == alone(model, kept)
-    assert scene.steps <= 8  # not the 30 of the row that was given up
-    assert scene.engine.live == 0 or scene.told[kept][-1] is None
+    assert recorded.told[kept] == alone(model, kept)
+    assert recorded.steps <= 8  # not the 30 of the row that was given up
+    assert recorded.engine.live == 0 or recorded.told[kept][-1] is None
 
 
 def test_room_of_a_row_that_was_given_up_is_for_the_next(model, monkeypatch):
-    scene = HangDiagnosis(model, 1, monkeypatch)
-    scene.submit("a", 30)
-    scene.submit("c", 6)
-    scene.then["step", 3] = lambda: scene.cancel("a")
-    scene.batcher.run()
-    assert scene.told["c"] == alone(model, "c")
-    assert scene.read == PROMPTS["a"] + PROMPTS["c"]
+    recorded = RecordedBatcher(model, 1, monkeypatch)
+    recorded.submit("a", 30)
+    recorded.submit("c", 6)
+    recorded.then["step", 3] = lambda: recorded.cancel("a")
+    recorded.batcher.run()
+    assert recorded.told["c"] == alone(model, "c")
+    assert recorded.read == PROMPTS["a"] + PROMPTS["c"]

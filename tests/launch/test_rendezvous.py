@@ -71,19 +71,19 @@ def test_a_failure_on_one_host_ends_the_attempt_on_all_with_one_cause(meet):
     told = together(
         [
             (north, Failure(0, 1.0, "rank 0: connection closed", secondary=True)),
-            (south, Failure(2, 9.0, "rank 2 fell")),
+            (south, Failure(2, 9.0, "rank 2 failed")),
         ],
         lambda pair: pair[0].agree_on_cause(pair[1], f"seen with {pair[1].rank}"),
     )
-    assert [failure.sentence for failure, _ in told] == [f"host {socket.gethostname()}: rank 2 fell"] * 2
+    assert [failure.sentence for failure, _ in told] == [f"host {socket.gethostname()}: rank 2 failed"] * 2
     assert [evidence for _, evidence in told] == [["seen with 2"], ["seen with 0"]]
     together([north, south], lambda node: node.next_rendezvous())
     assert not north.disturbed(), "the failure of the last attempt is over"
-    watcher = threading.Thread(target=south.agree_on_cause, args=(Failure(3, 1.0, "rank 3 fell"), 0))
+    watcher = threading.Thread(target=south.agree_on_cause, args=(Failure(3, 1.0, "rank 3 failed"), 0))
     watcher.start()
     while not north.disturbed():  # though its own workers are well
         pass
-    assert "rank 3 fell" in north.agree_on_cause(None, 0)[0].sentence
+    assert "rank 3 failed" in north.agree_on_cause(None, 0)[0].sentence
     watcher.join()
 
 

@@ -15,7 +15,14 @@ from shoal.errors import InputError
 from shoal.plan import advise, measure
 from shoal.plan.advise import AdviseOptions, Basis, Prediction, advice, command, predict, settle
 from shoal.plan.link_cost import Cost, Link, all_reduce_cost, fit_link
-from shoal.plan.measure import measure_link, pace_of_run, pace_of_step, parse_link, sustained, time_work
+from shoal.plan.measure import (
+    compute_time_of_run,
+    compute_time_of_step,
+    measure_link,
+    parse_link,
+    sustained,
+    time_work,
+)
 from shoal.plan.sync_cost import ComputeTime, Replicas, demand, seconds, step_lines
 from tests import commands
 
@@ -174,11 +181,11 @@ def test_the_pace_of_a_run_is_its_steps_without_waiting(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load_config("tiny")  # 16 sequences a step, 4 a forward pass
-    assert pace_of_run(tmp_path, config, 2) == ComputeTime(1.5, 0.4)
-    assert pace_of_run(tmp_path, config, 4) == ComputeTime(0.75, 0.4)
-    assert pace_of_step(1.0, config, 2) == ComputeTime(1.0, 0.3)
+    assert compute_time_of_run(tmp_path, config, 2) == ComputeTime(1.5, 0.4)
+    assert compute_time_of_run(tmp_path, config, 4) == ComputeTime(0.75, 0.4)
+    assert compute_time_of_step(1.0, config, 2) == ComputeTime(1.0, 0.3)
     with pytest.raises(InputError, match="no step is recorded"):
-        pace_of_run(tmp_path / "ranks", config, 2)
+        compute_time_of_run(tmp_path / "ranks", config, 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -137,12 +137,12 @@ def test_asynchronous_workers_send_what_their_formula_says(size, hosts):
 
 
 def test_what_asynchronous_workers_send_hides_behind_the_next_step_unless_they_are_in_step():
-    pace, per_byte_s = ComputeTime(1.0, 0.5), 1e-6
+    compute_time, per_byte_s = ComputeTime(1.0, 0.5), 1e-6
     for staleness, num_bytes, step_s in ((4, 4e5, 1.0), (4, 3e6, 3.0), (0, 4e5, 1.4)):
         shapes = {"a": (round(num_bytes / 8),), "b": (round(num_bytes / 8),)}
         asked = demand(Sync(strategy="async_sgd", staleness=staleness), shapes, Replicas(2, 2))
         assert asked.link_bytes == num_bytes
-        assert seconds(step_lines(asked, pace, 0.0, 0.0), per_byte_s) == pytest.approx(step_s)
+        assert seconds(step_lines(asked, compute_time, 0.0, 0.0), per_byte_s) == pytest.approx(step_s)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -185,8 +185,8 @@ def test_all_but_the_last_bucket_hides_behind_the_backward_pass():
     assert said.behind_backward == pytest.approx(51 / 52)
     assert said.tail == pytest.approx(26 / 52)
     assert said.messages == 2 * 3
-    pace = ComputeTime(step_s=3.0, backward_s=2.0)
-    lines = step_lines(said, pace, work_s=0.5, latency_s=0.0)
+    compute_time = ComputeTime(step_s=3.0, backward_s=2.0)
+    lines = step_lines(said, compute_time, work_s=0.5, latency_s=0.0)
     num_bytes = 52 << 20
     assert seconds(lines, 0.0) == 3.5
     assert seconds(lines, 0.1 / num_bytes) == pytest.approx(3.5 + 0.05)  # what hides does
@@ -195,13 +195,13 @@ def test_all_but_the_last_bucket_hides_behind_the_backward_pass():
 
 def test_streaming_hides_behind_the_steps_of_its_overlap():
     sync = Sync(strategy="streaming_diloco", every=20, fragments=4, overlap=3)
-    said, pace = demand(sync, SHAPES, Replicas(2, 2)), ComputeTime(1.0, 0.5)
-    lines = step_lines(said, pace, 0.0, 0.0)
+    said, compute_time = demand(sync, SHAPES, Replicas(2, 2)), ComputeTime(1.0, 0.5)
+    lines = step_lines(said, compute_time, 0.0, 0.0)
     per_fragment = 4 * NUMEL / 4
     assert seconds(lines, 3.0 / per_fragment) == pytest.approx(1.0)
     assert seconds(lines, 8.0 / per_fragment) == pytest.approx(1.0 + 4 * (8.0 - 3.0) / 20)
     at_once = step_lines(
-        demand(sync.model_copy(update={"overlap": 0}), SHAPES, Replicas(2, 2)), pace, 0.0, 0.0
+        demand(sync.model_copy(update={"overlap": 0}), SHAPES, Replicas(2, 2)), compute_time, 0.0, 0.0
     )
     assert seconds(at_once, 8.0 / per_fragment) == pytest.approx(1.0 + 4 * 8.0 / 20)
 

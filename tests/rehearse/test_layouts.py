@@ -48,6 +48,18 @@ def test_offload_keeps_weights_gradients_and_moments_on_the_host(tmp_path, data,
         assert devices_of(job) == on(HOST)
 
 
+@pytest.mark.parametrize("layout", ["1", "dp2", "zero3x2", "tp2", "pp2"])
+def test_steps_that_are_judged_late(tmp_path, data, layout):
+    for job in train_as_all(tmp_path, data, layout, guard={"late": True}, optimizer={"clip": 1e-3}):
+        assert devices_of(job) == on(DEVICE)
+
+
+def test_steps_that_are_judged_late_under_offload(tmp_path, data):
+    sections = {"parallel": {"offload": True}, "guard": {"late": True}, "optimizer": {"clip": 1e-3}}
+    for job in train_as_all(tmp_path, data, "zero1x1", **sections):
+        assert devices_of(job) == on(HOST)
+
+
 @pytest.mark.parametrize("layout", ["1", "tp2", "pp2"])
 def test_documents_do_not_see_each_other(tmp_path, data, layout):
     for job in train_as_all(tmp_path, data, layout, data={"reset_documents": True}):

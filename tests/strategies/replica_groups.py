@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.config.sections import Optimizer, Sync
 from shoal.gradsync.replicas import Update
-from shoal.runtime.rank_info import ReplicaGroup
+from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.strategies.quorum import QuorumClient
 from shoal.strategies.rounds import OuterRounds
 from shoal.train.optimiser import build_optimiser, optimiser_tensors
@@ -29,8 +29,8 @@ class Sea:
         self._clients: list[QuorumClient] = []
         self.rounds: list[dict[str, Any]] = []  # what the first replica group recorded
 
-    def group(self, replica: int) -> ReplicaGroup:
-        return ReplicaGroup(replica, self.replicas, 1, "127.0.0.1", self.store.port, uuid.uuid4().hex, 0)
+    def group(self, replica: int) -> ReplicaGroupInfo:
+        return ReplicaGroupInfo(replica, self.replicas, 1, "127.0.0.1", self.store.port, uuid.uuid4().hex, 0)
 
     def client(self, replica: int, plan: str = "", patience_s: float = 20, **options: Any) -> QuorumClient:
         self._clients.append(QuorumClient(self.group(replica), 0, plan, patience_s, **options))

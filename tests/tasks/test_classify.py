@@ -13,7 +13,7 @@ from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
 from shoal.models import classic
 from shoal.parity.command import parity
-from shoal.runtime.rank_info import ReplicaGroup
+from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from tests.shared import SHARED
@@ -223,7 +223,7 @@ def test_any_network_can_be_trained_apart(data, tmp_path):
         config = validate(values_of(network, data, sync=sync), "test")
         request = Request(config, tmp_path)
         request.check(2)  # as the launcher does
-        request.on(ReplicaGroup(1, 2, 1, "127.0.0.1", 1, "mark", 1)).check(1)
+        request.on(ReplicaGroupInfo(1, 2, 1, "127.0.0.1", 1, "mark", 1)).check(1)
 
 
 def test_data_of_the_wrong_kind_is_refused(data, tmp_path):

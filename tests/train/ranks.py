@@ -15,7 +15,7 @@ from shoal.config.load import validate
 from shoal.errors import ShoalError
 from shoal.runtime.device import select_device
 from shoal.runtime.process import Process, form_groups
-from shoal.runtime.rank_info import RankInfo, ReplicaGroup
+from shoal.runtime.rank_info import RankInfo, ReplicaGroupInfo
 from shoal.runtime.stop import Stop
 from shoal.train.job import Job, build_job
 from shoal.train.loop import train
@@ -47,7 +47,7 @@ def make_job(
     *,
     init: Path | None = None,
     init_optimizer: bool = False,
-    group: ReplicaGroup | None = None,
+    group: ReplicaGroupInfo | None = None,
 ) -> Job:
     """Build the job of this pool worker. Collective over the world."""
     config = validate(values, "test")
@@ -56,7 +56,7 @@ def make_job(
     process: Process = form_groups(RankInfo(rank, world_size, rank, world_size), device, config.runtime)
     run_dir.mkdir(parents=True, exist_ok=True)
     stop = Stop(process, run_dir, config.runtime, launched=False)
-    return build_job(Request(config, run_dir, init, init_optimizer, group=group), process, stop)
+    return build_job(Request(config, run_dir, init, init_optimizer, replica_group=group), process, stop)
 
 
 def result_of(job: Any, step: int) -> StepResult:
@@ -120,7 +120,7 @@ def run_replica_group(run_dir: Path, values: dict[str, Any], replicas: int, port
     """Train as a rank of one of the replicas that share this pool's workers and meet in a store."""
     size = dist.get_world_size() // replicas
     replica, rank = divmod(dist.get_rank(), size)
-    group = ReplicaGroup(replica, replicas, size, "127.0.0.1", port, f"{mark}-{replica}", 0)
+    group = ReplicaGroupInfo(replica, replicas, size, "127.0.0.1", port, f"{mark}-{replica}", 0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"here{dist.get_rank()}", "")
     store.wait([f"here{other}" for other in range(dist.get_world_size())])  # nobody connects any more

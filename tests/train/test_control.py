@@ -18,9 +18,9 @@ MESSAGES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broad
 
 
 def waits_of(run_dir, values, steps):
-    """Train some steps; return how many messages went over the control group, and the step of each read."""
+    """Train some steps; return messages over the control group and the device, and the step of each read."""
     job = make_job(run_dir, values | {"train": values["train"] | {"steps": steps}})
-    messages, reads, batch, now = [], [], job.task.batch, 0
+    control, world, reads, batch, now = [], [], [], job.task.batch, 0
 
     def next_batch(step):
         nonlocal now
@@ -32,7 +32,9 @@ def waits_of(run_dir, values, steps):
 
         def call(*args, **kwargs):
             if kwargs.get("group") is job.process.control:
-                messages.append(name)
+                control.append(name)
+            elif args and getattr(args[0], "dtype", None) == torch.float64:  # no gradient
+                world.append(name)
             return honest(*args, **kwargs)
 
         return call
@@ -57,19 +59,19 @@ def waits_of(run_dir, values, steps):
         for name in READS:
             patches.enter_context(mock.patch.object(torch.Tensor, name, noted(name)))
         assert train(job)
-    return len(messages), reads
+    return len(control), len(world), reads
 
 
 def waits_per_step(pool, data, tmp_path, **sections):
-    """Return for each rank the messages and the reads of five steps that are no log steps."""
+    """Return for each rank the messages, of both kinds, and the reads of five steps that are no log steps."""
     values = tiny_config(
         data, train={"log_every": 1000}, eval={"every": 0}, checkpoint={"every": 0}, **sections
     )
     few = pool.run(waits_of, 2, tmp_path / "few", values, 3)
     many = pool.run(waits_of, 2, tmp_path / "many", values, 8)
     return [
-        (more_messages - messages, len(more_reads) - len(reads))
-        for (messages, reads), (more_messages, more_reads) in zip(few, many, strict=True)
+        (more_control - control, more_world - world, len(more_reads) - len(reads))
+        for (control, world, reads), (more_control, more_world, more_reads) in zip(few, many, strict=True)
     ]
 
 
@@ -80,7 +82,7 @@ def test_a_step_has_one_message_between_ranks_and_one_look_at_device_values(
 ):
     parallel = settings_of(parse_layout(words))
     found = waits_per_step(pool, data, tmp_path, parallel=parallel, guard=guard)
-    assert found == [(5, 5)] * 2
+    assert found == [(5, 5 if guard else 0, 5)] * 2, "late, the device adds up loss and norm"
 
 
 def test_a_guard_that_checks_nothing_needs_no_look_between_log_steps(pool, data, tmp_path):
@@ -91,5 +93,5 @@ def test_a_guard_that_checks_nothing_needs_no_look_between_log_steps(pool, data,
         checkpoint={"every": 0},
         guard={"late": True, "nonfinite": "warn", "spike_factor": 0.0},
     )
-    for _, reads in pool.run(waits_of, 2, tmp_path, values, 9):
+    for *_, reads in pool.run(waits_of, 2, tmp_path, values, 9):
         assert [step for step in reads if 0 < step < 9] == [1, 4, 4, 4, 8, 8, 8, 8]

@@ -68,16 +68,16 @@ def stopped(pool, data, tmp_path_factory):
     return folder / "parts", whole
 
 
-def held_back(run_dir, values):
+def residual_of(run_dir, values):
     """Resume; return what this rank holds back."""
     job = make_job(run_dir, values)
     job.replicas.start(resume(job))
     return {name: tensor.numpy().copy() for name, tensor in job.model.exchange.state().items()}
 
 
-def test_what_is_held_back_survives_a_restart(pool, data, stopped):
+def test_error_feedback_survives_a_restart(pool, data, stopped):
     parts, whole = stopped
-    two, four = (pool.run(held_back, size, parts, tiny_config(data, **FOUR)) for size in (2, 4))
+    two, four = (pool.run(residual_of, size, parts, tiny_config(data, **FOUR)) for size in (2, 4))
     for name, residual in two[0].items():
         assert residual.any(), name
         assert np.array_equal(sum(rank[name] for rank in four), residual + two[1][name])
@@ -89,12 +89,12 @@ def test_a_checkpoint_of_one_strategy_serves_others(pool, data, stopped):
     parts, _ = stopped
     for sync in ({}, {"strategy": "powersgd"}):
         values = tiny_config(data, train={"steps": 5}, sync=sync)
-        job = pool.run(held_back, 2, parts, values)[0]
+        job = pool.run(residual_of, 2, parts, values)[0]
         assert not any(residual.any() for residual in job.values())
     load_weights(parts, Decoder(resolve_shape(Model(**TINY["model"]), VOCAB_SIZE)))
 
 
-def test_a_step_that_is_left_out_leaves_nothing_held_back(pool, data, tmp_path):
+def test_a_step_that_is_left_out_leaves_no_error_feedback(pool, data, tmp_path):
     values = tiny_config(data, sync={"strategy": "onebit"}, guard={"nonfinite": "skip"})
     for rank in pool.run(with_an_overflow, 2, tmp_path, values):
         assert rank == [(False, False), (True, True)]

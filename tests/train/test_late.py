@@ -44,6 +44,18 @@ def test_weights_and_records_are_those_of_steps_judged_at_once(pool, data, tmp_p
         np.testing.assert_allclose(late["weights"][name], weight, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(pool, data, tmp_path):
+    values = tiny_config(data, train={"steps": 9, "log_every": 100}, guard=LATE)
+    [whole] = pool.run(run_training, 1, tmp_path / "whole", values)
+    for stop_after in (4, 0):
+        part = values | {"runtime": {**values["runtime"], "stop_after": stop_after}}
+        [parts] = pool.run(run_training, 1, tmp_path / "parts", part)
+    assert (parts["steps"], parts["losses"]) == (whole["steps"], pytest.approx(whole["losses"], rel=1e-6))
+    states = [tmp_path / name / "checkpoints/step-00000009/state.json" for name in ("whole", "parts")]
+    seen = [json.loads(state.read_text())["guard"]["seen"] for state in states]
+    assert seen == [9, 9]
+
+
 def test_a_step_found_bad_ends_the_run_before_anything_is_saved(pool, data, tmp_path):
     values = tiny_config(data, checkpoint={"every": 2}, guard=LATE)
     for refusal in pool.run(refusal_of_poisoned, 2, tmp_path, values):

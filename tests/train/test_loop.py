@@ -51,7 +51,7 @@ def test_what_several_parts_hold_is_loaded_by_each_and_saved_by_one(monkeypatch)
     moments = {"embed.weight.exp_avg": weight, "norm.weight.exp_avg": weight}
     monkeypatch.setattr(saving, "optimiser_tensors", lambda named, optimiser: moments)
     job.replicas.expect.return_value = {}
-    assert set(saving._expected(saving.parts_of(job), {})) == {
+    assert set(saving._expected(saving.entries_of(job), {})) == {
         "model.embed.weight",
         "model.norm.weight",
         "optimizer.embed.weight.exp_avg",

@@ -67,7 +67,10 @@ class Run:
     def _draw(self, group: str) -> list[Mutation]:
         found: list[Mutation] = []
         for pattern in self.groups[group]["modules"]:
-            for path in sorted(self.place.source.glob(pattern)):
+            paths = sorted(self.place.source.glob(pattern))
+            if not paths:
+                raise SystemExit(f"error: no module matches {pattern} of group {group}")
+            for path in paths:
                 name = path.relative_to(self.place.source).as_posix()
                 self.sources[name] = path.read_bytes()
                 found += mutations(name, self.sources[name])

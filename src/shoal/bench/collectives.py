@@ -64,13 +64,13 @@ class CollectivesRow:
 
 
 def measure(
-    transport: Transport, tell: Callable[[str], None], ask: CollectivesOptions
+    transport: Transport, tell: Callable[[str], None], options: CollectivesOptions
 ) -> list[CollectivesRow]:
     """Time each algorithm at each size, taking turns. Collective over the transport's ranks."""
-    dtype = getattr(torch, ask.dtype)
-    algorithms = ask.algorithms or _all_that_differ(transport, dtype, tell)
+    dtype = getattr(torch, options.dtype)
+    algorithms = options.algorithms or _all_that_differ(transport, dtype, tell)
     rows = []
-    for num_bytes in ask.sizes:
+    for num_bytes in options.sizes:
         count = max(1, num_bytes // dtype.itemsize)
         samples: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
         wrong = {}
@@ -156,11 +156,11 @@ def command(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
     check_targets(json, plot)
-    ask = CollectivesOptions(
+    options = CollectivesOptions(
         tuple(dict.fromkeys(algorithms)), _sizes_between(*map(parse_bytes, sizes)), dtype
     )
     begin()
-    rows: list[CollectivesRow] | None = on_ranks(nproc, transport, measure, ask)
+    rows: list[CollectivesRow] | None = on_ranks(nproc, transport, measure, options)
     if rows is None:  # another rank reports
         return 0
     names = dict.fromkeys(row.algorithm for row in rows)

@@ -65,41 +65,41 @@ class GridOptions:
     runs: Path | None  # None: a folder that goes at the end
 
 
-def command(ask: GridOptions, output: Path | None, plot: Path | None) -> int:
+def command(options: GridOptions, output: Path | None, plot: Path | None) -> int:
     """Measure cell by cell; whatever ends this, say what was found so far. Return 1 where a cell failed."""
-    check(ask, output, plot)
+    check(options, output, plot)
     begin()
     outcomes: list[CellResult] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(_say, outcomes, ask, output, plot)
-        folder = ask.runs or Path(
+        stack.callback(_say, outcomes, options, output, plot)
+        folder = options.runs or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True))
         )
-        cells = plan(ask, folder.absolute())
+        cells = plan(options, folder.absolute())
         for outcome in measure(cells, folder.absolute()):
             outcomes.append(outcome)
             if output is not None:
-                write_json(output, report(outcomes, ask))
+                write_json(output, report(outcomes, options))
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def check(ask: GridOptions, output: Path | None, plot: Path | None) -> None:
+def check(options: GridOptions, output: Path | None, plot: Path | None) -> None:
     """Raise an InputError for what cannot be measured, before anything is."""
-    for network in ask.networks:
+    for network in options.networks:
         if network not in NETWORKS:
             raise InputError(f"there is no network {network!r}", hint=nearest(network, NETWORKS))
-    for word in ask.strategies:
-        parse_way(word, ask.steps)
-    for link in ask.links:
+    for word in options.strategies:
+        parse_way(word, options.steps)
+    for link in options.links:
         if link not in (LOCAL, HOSTS):
             parse_rate(link)
-    if ask.steps < 4 or min(ask.workers) < 1:
+    if options.steps < 4 or min(options.workers) < 1:
         raise InputError(
-            f"--steps {ask.steps} --workers {min(ask.workers)}: too few", hint="use 4 steps or more"
+            f"--steps {options.steps} --workers {min(options.workers)}: too few", hint="use 4 steps or more"
         )
-    if len(ask.data) not in (0, 1, len(ask.networks)):
+    if len(options.data) not in (0, 1, len(options.networks)):
         raise InputError(
-            f"--data names {len(ask.data)} datasets for {len(ask.networks)} networks",
+            f"--data names {len(options.data)} datasets for {len(options.networks)} networks",
             hint="give one for each network, in the same order, or none: they are made",
         )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -107,21 +107,22 @@ def check(ask: GridOptions, output: Path | None, plot: Path | None) -> None:
     check_targets(output, plot)
 
 
-def plan(ask: GridOptions, folder: Path) -> list[Cell]:
+def plan(options: GridOptions, folder: Path) -> list[Cell]:
     """Return the cells, one worker by all-reduce alone and on one host: there is nobody to agree with."""
     cells = []
-    for number, name in enumerate(ask.networks):
+    for number, name in enumerate(options.networks):
         known = NETWORKS[name]
-        given = ask.data[min(number, len(ask.data) - 1)] if ask.data else None
+        given = options.data[min(number, len(options.data) - 1)] if options.data else None
         data = given.absolute() if given else make_data(folder / "data", known.made_of)
-        batch = ask.global_batch_size or known.global_batch_size
+        batch = options.global_batch_size or known.global_batch_size
         settings = {"eval.sequences": str(known.eval_sequences)}
         network = Network(name, known.config, data, batch, settings)
-        for workers in ask.workers:
-            for link in ask.links if workers > 1 else (LOCAL,):
-                words = (ask.strategies or tuple(STRATEGIES)) if workers > 1 else (_BASE,)
+        for workers in options.workers:
+            for link in options.links if workers > 1 else (LOCAL,):
+                words = (options.strategies or tuple(STRATEGIES)) if workers > 1 else (_BASE,)
                 cells += [
-                    Cell(network, parse_way(word, ask.steps), workers, link, ask.steps) for word in words
+                    Cell(network, parse_way(word, options.steps), workers, link, options.steps)
+                    for word in words
                 ]
     return cells
 
@@ -189,13 +190,20 @@ def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
             yield hosts, ""
 
 
-def report(outcomes: Sequence[CellResult], ask: GridOptions) -> dict[str, Any]:
+def report(outcomes: Sequence[CellResult], options: GridOptions) -> dict[str, Any]:
     """Return the record, with every sample."""
-    asked = {"steps": ask.steps, "links": ask.links, "workers": ask.workers, "networks": ask.networks}
+    asked = {
+        "steps": options.steps,
+        "links": options.links,
+        "workers": options.workers,
+        "networks": options.networks,
+    }
     return {**describe("gradsync"), "asked": asked, "cells": [outcome.as_record() for outcome in outcomes]}
 
 
-def _say(outcomes: Sequence[CellResult], ask: GridOptions, output: Path | None, plot: Path | None) -> None:
+def _say(
+    outcomes: Sequence[CellResult], options: GridOptions, output: Path | None, plot: Path | None
+) -> None:
     for table in tables(outcomes):
         Console(width=None if sys.stdout.isatty() else 110).print(table)
     if outcomes and plot is not None:

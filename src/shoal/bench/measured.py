@@ -13,7 +13,7 @@ _START_UP = 2  # steps: memory is still being taken, buffers are made
 
 @dataclass(frozen=True)
 class Point:
-    """Of a loss curve; seconds are those of training steps alone."""
+    """Point of a loss curve; seconds are those of training steps alone."""
 
     step: int
     seconds: float

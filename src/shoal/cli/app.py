@@ -409,8 +409,8 @@ def gradsync(
     with loading():
         from shoal.bench.gradsync import GridOptions, command
 
-    ask = GridOptions(strategies, workers, networks, link, steps, global_batch_size, data, runs)
-    return command(ask, output, plot)
+    options = GridOptions(strategies, workers, networks, link, steps, global_batch_size, data, runs)
+    return command(options, output, plot)
 
 
 @app.command

@@ -296,12 +296,13 @@ class Guard(Section):
     """How many times the running mean of the loss counts as a spike; 0 turns the check off."""
     late: bool = False
     """Judge a step while the next one runs, so that no step waits for a GPU: a bad step is taken before it is
-    found, but nothing is saved after it. For warn and stop; not with fp16 or a sync.strategy. Where both
-    checks need nothing (nonfinite = warn, spike_factor = 0), values are read on log steps alone."""
+    found, but nothing is saved after it. For warn and stop; not with fp16, nor with a sync.strategy other
+    than allreduce. Where no check needs them (nonfinite = warn, spike_factor = 0), values are read on log
+    steps alone."""
 
     @property
     def checks(self) -> bool:
-        """Whether there is more to do about an odd step than to tell of it."""
+        """Whether a check needs the loss or the norm of every step."""
         return self.nonfinite != "warn" or self.spike_factor > 0
 
 

@@ -121,9 +121,9 @@ class Loader(Generic[T]):
         seed: int,
         rank: int,
         world_size: int,
-        worlds: int = 1,
+        replica_groups: int = 1,
     ) -> None:
-        """Deal a step's samples to `world_size` ranks, which lie in `worlds` worlds of neighbouring ranks."""
+        """Deal a step's samples to `world_size` ranks, neighbouring ones in each replica group."""
         source.refuse_empty(each=len(weights) > 1)
         self.source = source
         self._counts, self._starts = source.counts, starts(source.counts)
@@ -133,8 +133,8 @@ class Loader(Generic[T]):
         self._seed = seed
         self._share = global_batch_size // world_size
         self._first = rank * self._share
-        self._of_world = global_batch_size // worlds
-        self._first_of_world = rank * worlds // world_size * self._of_world
+        self._of_group = global_batch_size // replica_groups
+        self._first_of_group = rank * replica_groups // world_size * self._of_group
 
     @property
     def steps_per_epoch(self) -> float:
@@ -145,7 +145,7 @@ class Loader(Generic[T]):
         """Return this rank's samples of a step (1-based)."""
         samples = (step - 1) * self._batch + self._first + np.arange(self._share, dtype=np.int64)
         data = self.source.read(self.index(samples))
-        return Batch(step, data, samples, self._of_world * self.source.targets)
+        return Batch(step, data, samples, self._of_group * self.source.targets)
 
     def announce_epoch(self, step: int) -> None:
         """Say so where an epoch begins in this step."""
@@ -154,8 +154,8 @@ class Loader(Generic[T]):
 
     def step_samples(self, step: int) -> NDArray[np.int64]:
         """Return the places in the run of all samples of a step, over all ranks of this world."""
-        first = (step - 1) * self._batch + self._first_of_world
-        return first + np.arange(self._of_world, dtype=np.int64)
+        first = (step - 1) * self._batch + self._first_of_group
+        return first + np.arange(self._of_group, dtype=np.int64)
 
     def _epoch_begins(self, step: int) -> int:
         """Return the number (from 2) of an epoch whose first sample lies in this step, else 0."""

@@ -81,7 +81,7 @@ class Verdict:
 
 
 class HangDiagnosis:
-    """All ranks at one moment, as far as they are known."""
+    """Hang diagnosis: finds the ranks at fault in the views of all ranks at one moment."""
 
     def __init__(self, views: Sequence[RankView]) -> None:
         self._views = {view.rank: view for view in sorted(views, key=lambda view: view.rank)}

@@ -1,7 +1,7 @@
 """Looks at the ranks of a host from outside and says when they make no progress, or do not fit together.
 
 Under our launcher that is the launcher's work; else a thread of every rank looks, and the first that finds
-something speaks for its host. Ranks of other hosts are known by what is told of them.
+something reports for its host. Ranks of other hosts are known by what is told of them.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class Watch:
         cause, others = agree(here, told(own))
         return cause, conclude(self._run_dir, cause, own + heard(others))
 
-    def speaks(self) -> bool:
-        """Say whether this process is to speak for its host: the first one that asks, while it lives."""
+    def is_leader(self) -> bool:
+        """Say whether this process reports for its host: the first one that asks, while it lives."""
         try:
             handle = os.open(recorder_path(self._run_dir, self._ranks[0]), os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # a file system without locks: all speak
+        except OSError:  # a file system without locks: all report
             pass
         return True
 
@@ -174,7 +174,7 @@ def watch_from_within(info: RankInfo, run_dir: Path, hang_s: float) -> None:
     def look() -> None:
         while not watch.troubled():
             time.sleep(_PERIOD_S / 2)
-        if watch.speaks():
+        if watch.is_leader():
             views = watch.views(stacks=True)
             everybody = views if store is None else _told_through(store, views, info)
             error = ShoalError(conclude(run_dir, None, everybody).sentence)

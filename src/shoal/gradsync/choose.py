@@ -31,11 +31,11 @@ def _module(config: Config) -> Any:
 
 def make_exchange(config: Config, mesh: Mesh, process: Process, weights: dict[str, nn.Parameter]) -> Exchange:
     """Return what sums these weights' gradients over the replicas. Collective over the world."""
+    dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
     plain = (config.sync.strategy, config.sync.algorithm) == ("allreduce", "backend")
     if strategy_of(config).kind != "exchange" or mesh.layout.dp_replicate == 1 or plain:
         group = mesh.group("dp_replicate") if mesh.axes is not None else None
-        return BackEnd(group, REDUCE_DTYPES[config.precision.reduce_dtype])
-    dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
+        return BackEnd(group, dtype)
     return cast(Exchange, _module(config).make(config, mesh, process, weights, dtype))
 
 

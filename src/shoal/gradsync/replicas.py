@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.config.sections import Config
 from shoal.gradsync.exchange import Traffic
 from shoal.runtime.log import log
-from shoal.runtime.rank_info import ReplicaGroup
+from shoal.runtime.rank_info import ReplicaGroupInfo
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Replica:
-    """What a strategy whose replicas train by themselves is told of the one on this rank."""
+    """Arguments of a strategy whose replicas train apart: the replica of this rank, and how it is updated."""
 
     config: Config
     weights: dict[str, nn.Parameter]  # this rank's, by name
@@ -36,7 +36,7 @@ class Replica:
     rate_at: Callable[[int], float]  # a step's learning rate, as a share of its peak
     replicas: int
     rank: int  # within the replica
-    group: ReplicaGroup | None  # None: the only one
+    group: ReplicaGroupInfo | None  # None: the only one
     fingerprints: Sequence[str]  # of the datasets
     stopped: Callable[[], bool]  # whether this rank was asked to end
     record: Callable[..., None]  # takes a step, and facts of an exchange

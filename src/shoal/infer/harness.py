@@ -83,14 +83,14 @@ class HarnessModel(TemplateLM):
         alike: dict[tuple[Sampling, int], list[int]] = {}
         stops = []
         for number, request in enumerate(requests):
-            wish = normalize_gen_kwargs(request.args[1])
-            temperature = float(wish.get("temperature") or 0.0)
-            greedy = not wish.get("do_sample") or temperature == 0.0
+            options = normalize_gen_kwargs(request.args[1])
+            temperature = float(options.get("temperature") or 0.0)
+            greedy = not options.get("do_sample") or temperature == 0.0
             sampling = Sampling(
-                greedy, temperature or 1.0, int(wish.get("top_k") or 0), float(wish.get("top_p") or 1.0)
+                greedy, temperature or 1.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
             )
-            alike.setdefault((sampling, int(wish["max_gen_toks"])), []).append(number)
-            stops.append([stop for stop in wish["until"] if stop])
+            alike.setdefault((sampling, int(options["max_gen_toks"])), []).append(number)
+            stops.append([stop for stop in options["until"] if stop])
         texts = [""] * len(requests)
         for (sampling, most), numbers in alike.items():
             rows = [self._row(requests[number].args[0], most, number) for number in numbers]

@@ -49,7 +49,7 @@ def run(
     target: Path | None,
     device: str,
     tp: int,
-    wish: GenerateOptions,
+    options: GenerateOptions,
 ) -> None:
     """Load a run or checkpoint and answer in the way that the arguments ask for."""
     if prompt is not None and source is not None:
@@ -64,24 +64,26 @@ def run(
     with load_distributed(path, device, tp) as loaded:
         print(f"{loaded.checkpoint}: {loaded.model.shape.max_seq_len} positions", file=sys.stderr)
         if source is not None:
-            answer_file(loaded, source, target, wish)
+            answer_file(loaded, source, target, options)
         elif prompt is not None:
-            answer(loaded, prompt, wish)
+            answer(loaded, prompt, options)
         else:
-            converse(loaded, sys.stdin, wish, ask=sys.stdin.isatty())
+            converse(loaded, sys.stdin, options, ask=sys.stdin.isatty())
 
 
-def answer(loaded: TextModel, prompt: str, wish: GenerateOptions) -> None:
+def answer(loaded: TextModel, prompt: str, options: GenerateOptions) -> None:
     """Print a prompt with its continuation as it is made, or several samples one after the other."""
-    rows = prompt_rows(loaded, prompt, samples=wish.samples, max_tokens=wish.max_tokens)
-    if wish.samples == 1:
-        _print_stream(loaded, prompt, rows[0], wish.sampling)
+    rows = prompt_rows(loaded, prompt, samples=options.samples, max_tokens=options.max_tokens)
+    if options.samples == 1:
+        _print_stream(loaded, prompt, rows[0], options.sampling)
         return
-    for number, completion in enumerate(complete(loaded, rows, wish.sampling, wish.batch_size), start=1):
-        print(f"--- {number} of {wish.samples}\n{_for_screen(prompt + completion.text)}", flush=True)
+    for number, completion in enumerate(
+        complete(loaded, rows, options.sampling, options.batch_size), start=1
+    ):
+        print(f"--- {number} of {options.samples}\n{_for_screen(prompt + completion.text)}", flush=True)
 
 
-def converse(loaded: TextModel, lines: Iterable[str], wish: GenerateOptions, *, ask: bool) -> None:
+def converse(loaded: TextModel, lines: Iterable[str], options: GenerateOptions, *, ask: bool) -> None:
     """Continue each line that is typed, until `stop` alone or the end of the file; `ask` prints "> "."""
     if ask:
         print("Type a text to be continued; `stop` alone ends.\n> ", end="", flush=True)
@@ -91,8 +93,8 @@ def converse(loaded: TextModel, lines: Iterable[str], wish: GenerateOptions, *, 
             return
         if prompt.strip():
             try:
-                row = prompt_rows(loaded, prompt, number=number, max_tokens=wish.max_tokens)[0]
-                _print_stream(loaded, prompt, row, wish.sampling)
+                row = prompt_rows(loaded, prompt, number=number, max_tokens=options.max_tokens)[0]
+                _print_stream(loaded, prompt, row, options.sampling)
             except InputError as error:  # too long a prompt is no reason to leave
                 print(f"error: {error}", file=sys.stderr)
         if ask:
@@ -101,18 +103,20 @@ def converse(loaded: TextModel, lines: Iterable[str], wish: GenerateOptions, *, 
         print()
 
 
-def answer_file(loaded: TextModel, source: Path, target: Path | None, wish: GenerateOptions) -> None:
+def answer_file(loaded: TextModel, source: Path, target: Path | None, options: GenerateOptions) -> None:
     """Complete a JSONL file of {"prompt": ...}; write each line again with its "completions".
 
     Without `target` the lines go to stdout. The target appears when it is complete.
     """
     started = time.perf_counter()
     records = read_prompts(source)
-    rows = [row for number in range(len(records)) for row in _rows_of(loaded, records, number, wish, source)]
-    done = list(complete(loaded, rows, wish.sampling, wish.batch_size))
+    rows = [
+        row for number in range(len(records)) for row in _rows_of(loaded, records, number, options, source)
+    ]
+    done = list(complete(loaded, rows, options.sampling, options.batch_size))
     lines = []
     for number, (_, record) in enumerate(records):
-        own = done[number * wish.samples : (number + 1) * wish.samples]
+        own = done[number * options.samples : (number + 1) * options.samples]
         answered = {**record, "completions": [asdict(completion) for completion in own]}
         lines.append(json.dumps(answered, ensure_ascii=False) + "\n")
     _write_lines(lines, target)
@@ -152,13 +156,13 @@ def _rows_of(
     loaded: TextModel,
     records: list[tuple[int, dict[str, Any]]],
     number: int,
-    wish: GenerateOptions,
+    options: GenerateOptions,
     source: Path,
 ) -> list[GeneratedRow]:
     line, record = records[number]
     try:
         return prompt_rows(
-            loaded, record["prompt"], number=number, samples=wish.samples, max_tokens=wish.max_tokens
+            loaded, record["prompt"], number=number, samples=options.samples, max_tokens=options.max_tokens
         )
     except InputError as error:
         raise InputError(f"{source}, line {line}: {error.message}", hint=error.hint) from error

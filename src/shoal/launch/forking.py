@@ -206,6 +206,6 @@ class Child:
                 os.kill(self.pid, number)
 
 
-def _adopt_orphans(wish: bool) -> bool:
+def _adopt_orphans(on: bool) -> bool:
     """Let this process be the new parent of those below it that lose theirs, or no longer; say if it can."""
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wish), 0, 0, 0) == 0)
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0)

@@ -160,9 +160,7 @@ class _Agent(LocalElasticAgent):
             self._signal_workers(signal.SIGKILL)
             os._exit(128 + number)
         marker.write_text(signal.Signals(number).name)
-        log.info(
-            f"\n{signal.Signals(number).name}: finishing this step, then saving; once more stops at once"
-        )
+        log.info(f"\n{signal.Signals(number).name}: saving at the end of a step; once more stops at once")
         self._signal_workers(signal.SIGTERM)
 
     def _signal_workers(self, number: signal.Signals) -> None:

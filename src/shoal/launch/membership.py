@@ -37,7 +37,7 @@ class Membership:
         self.status = status
         self.reached = time.monotonic()  # when the store was last heard
         self._connect, self._keys, self._own, self._beat_s = connect, list(keys), own, beat_s
-        self._heard: dict[int, float] = {}
+        self._changed_at: dict[int, float] = {}
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -52,7 +52,7 @@ class Membership:
 
     def silent_s(self, number: int) -> float:
         """Return for how long a status has not changed; one that was never there, forever."""
-        return time.monotonic() - self._heard.get(number, float("-inf"))
+        return time.monotonic() - self._changed_at.get(number, float("-inf"))
 
     def leave(self, wait_s: float) -> None:
         """Write the status a last time and end the thread."""
@@ -75,7 +75,7 @@ class Membership:
                 texts |= news
                 now = time.monotonic()
                 stood_still = now - self.reached > _STILL_BEATS * self._beat_s  # as the others may have
-                self._heard |= dict.fromkeys(present if stood_still else news, now)
+                self._changed_at |= dict.fromkeys(present if stood_still else news, now)
                 self.told.update({n: json.loads(text) for n, text in news.items()})  # all at once
                 self.reached = now
                 if leaving:

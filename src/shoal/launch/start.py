@@ -57,14 +57,14 @@ def _as_rank(request: Request, nproc: int | None, nnodes: int, info: RankInfo) -
 
 def _as_replica_group(request: Request) -> int:
     """Train one of the replicas that train apart, or be one of its ranks."""
-    assert request.group is not None
+    assert request.replica_group is not None
     if read_rank_info() is not None:
         return worker.run(request)
-    end_with_launcher(request.group.launcher)
-    request.check(request.group.size)
+    end_with_launcher(request.replica_group.launcher)
+    request.check(request.replica_group.size)
     with held(request.run_dir):
         # A lost one is started again as a whole, to join the others.
-        return _train(request, request.group.size, None if request.group.size == 1 else 0)
+        return _train(request, request.replica_group.size, None if request.replica_group.size == 1 else 0)
 
 
 def _as_user(request: Request, nproc: int | None, max_restarts: int | None, endpoint: Endpoint | None) -> int:
@@ -74,7 +74,8 @@ def _as_user(request: Request, nproc: int | None, max_restarts: int | None, endp
         nproc = max(1, request.layout.world_size // nnodes) if request.layout else 1
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
-    if strategy_of(request.config).apart and request.resolve_layout(nproc * nnodes).replicas > 1:
+    whole = request.resolve_layout(nproc * nnodes)
+    if strategy_of(request.config).apart and whole.replicas > 1:
         from shoal.strategies.replica_groups import launch_groups
 
         to_screen()

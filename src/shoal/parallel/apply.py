@@ -51,7 +51,7 @@ class Trainable(Protocol[Micro]):
         """Return the summed loss, or what the next part takes; `inputs` is what the part before put out."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CutModel(Generic[T]):
     """A model as the trainer sees it, whatever its layout: run it, sum its gradients, name its weights."""
 
@@ -62,8 +62,8 @@ class CutModel(Generic[T]):
     phase: Callable[[str], AbstractContextManager[Any]]
     exchange: Exchange  # sums over replicas
     sums: Sequence[SumAfterBackward | TensorParallel | WeightOwners] = ()  # in order, after the backward pass
-    replica: DistributedDataParallel | None = None  # with plain data parallelism
-    gradient_hook: SumDuringBackward | None = None  # of the replica
+    ddp: DistributedDataParallel | None = None  # with plain data parallelism
+    gradient_hook: SumDuringBackward | None = None  # of `ddp`
     sharding: Sharding | None = None
     pipeline: Pipeline[T] | None = None
     owners: WeightOwners | None = None  # with replicas of which one updates a weight for all
@@ -73,7 +73,7 @@ class CutModel(Generic[T]):
         copies = self.mesh.layout.dp * self.mesh.layout.tp if is_cut else 1
         self.gradient_norm = GradientNorm(
             self.updated_weights(),
-            is_cut=is_cut or self.owners is not None,
+            is_partial=is_cut or self.owners is not None,
             copies=copies,
             duplicates=self.tied_duplicates,
         )
@@ -118,7 +118,7 @@ class CutModel(Generic[T]):
         for number, micro in enumerate(micro_batches, start=1):
             with self._micro_step(last=number == len(micro_batches)):
                 with self.phase("forward"):
-                    loss = self.forward_loss(self.replica or self.parts[0], micro)
+                    loss = self.forward_loss(self.ddp or self.parts[0], micro)
                 with self.phase("backward"):
                     (loss * factor).backward()
             total += loss.detach()
@@ -127,7 +127,7 @@ class CutModel(Generic[T]):
     def forget_gradients(self) -> None:
         """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
         weights = list(self.named_weights().values())
-        keep = self.owners is not None or self.replica is not None
+        keep = self.owners is not None or self.ddp is not None
         if in_buckets := [w.grad for w in weights if w.grad is not None and keep]:
             torch._foreach_zero_(in_buckets)
             return
@@ -155,9 +155,9 @@ class CutModel(Generic[T]):
     def _micro_step(self, *, last: bool) -> AbstractContextManager[None]:
         if self.sharding is not None:
             self.sharding.micro_step(self.decoders[0], last=last)
-        if last or self.replica is None:
+        if last or self.ddp is None:
             return nullcontext()
-        return self.replica.no_sync()
+        return self.ddp.no_sync()
 
 
 def named_weights(parts: Sequence[Decoder | Classic]) -> dict[str, nn.Parameter]:
@@ -214,7 +214,7 @@ def apply(
         if process.world_size == 1:
             return whole()
         hook = SumDuringBackward(weights, exchange)
-        return whole(replica=_replicate(parts[0], process, hook, compiled=compilation.on), gradient_hook=hook)
+        return whole(ddp=_replicate(parts[0], process, hook, compiled=compilation.on), gradient_hook=hook)
     sums, pipeline = _sums(parts, mesh, tensor, sharding, exchange), None
     if layout.pp > 1:
         pipeline = _pipeline(parts, numbers, mesh, config, task, sharding, phase, device)
@@ -299,7 +299,7 @@ def _replicate(
 
 
 def _settle_buckets(
-    wrapped: DistributedDataParallel, part: Decoder | Classic, sync: SumDuringBackward, device: torch.device
+    wrapped: DistributedDataParallel, part: Decoder | Classic, hook: SumDuringBackward, device: torch.device
 ) -> None:
     """Run one tiny backward, after which DDP orders its buckets for good.
 
@@ -308,4 +308,4 @@ def _settle_buckets(
     """
     wrapped(**part.smallest_call(device))[..., :1].sum().backward()
     wrapped.zero_grad(set_to_none=True)
-    sync.begin()
+    hook.begin()

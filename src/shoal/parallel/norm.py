@@ -18,15 +18,15 @@ class GradientNorm:
         self,
         weights: dict[str, nn.Parameter],
         *,
-        is_cut: bool,
+        is_partial: bool,
         copies: int = 1,
         duplicates: Set[str] = frozenset(),
     ) -> None:
         """Take this rank's weights, each held alike by `copies` ranks; others count those of `duplicates`.
 
-        Unless it `is_cut`, a rank has all gradients.
+        Unless it `is_partial`, a rank has all gradients.
         """
-        self.is_cut = is_cut
+        self.is_partial = is_partial
         self._weights = list(weights.values())
         shares = [0.0 if name in duplicates else _cuts(weight) / copies for name, weight in weights.items()]
         self._shares = torch.tensor(shares, dtype=torch.float64)

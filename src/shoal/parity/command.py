@@ -1,4 +1,4 @@
-"""`shoal parity`: the same steps under several layouts, and a verdict on each: rounding, or a bug."""
+"""`shoal parity`: the same steps under several layouts; are their differences rounding, or a bug?"""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def parity(
     json: Path | None = None,
     run: RunTrial = run_trial,
 ) -> int:
-    """Compare layouts, print table and verdicts, write them to `json` too; return the exit status.
+    """Compare layouts, print table and results, write them to `json` too; return the exit status.
 
     `run` is what each rank does.
     """
@@ -126,14 +126,14 @@ def parity(
         with WorkerPool(config.runtime, _PRELOAD, size) as pool:
             laboratory = Laboratory(config, steps, folder, pool, console, run)
             judge = _reference(laboratory, base)
-            verdicts = []
+            results = []
             for layout in chosen:
-                verdicts.append(_examine(laboratory, judge, layout))
-                console.print(escape(f"{verdicts[-1].seconds:5.1f} s  {layout}"), highlight=False)
-    _print(console, judge, base, verdicts)
+                results.append(_examine(laboratory, judge, layout))
+                console.print(escape(f"{results[-1].seconds:5.1f} s  {layout}"), highlight=False)
+    _print(console, judge, base, results)
     if json is not None:
-        write_json(json, _report(config, judge, base, steps, verdicts))
-    return int(any(verdict.is_bug for verdict in verdicts))
+        write_json(json, _report(config, judge, base, steps, results))
+    return int(any(result.is_bug for result in results))
 
 
 def under(config: Config, layout: Layout, **train: Any) -> Config:
@@ -223,9 +223,9 @@ def _other_size(config: Config, base: Layout) -> list[int]:
 def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> LayoutResult:
     """Try a layout; where it differs, try its axes alone to find the one to blame."""
     findings = judge.findings(laboratory.trial(f"layout {layout}", layout))
-    verdict = LayoutResult(layout, findings, judge.below_floor, "", laboratory.seconds)
-    if not verdict.is_bug:
-        return verdict
+    result = LayoutResult(layout, findings, judge.below_floor, "", laboratory.seconds)
+    if not result.is_bug:
+        return result
 
     def fails(words: str) -> bool | None:
         simpler = parse_layout(words)
@@ -234,7 +234,7 @@ def _examine(laboratory: Laboratory, judge: Judge, layout: Layout) -> LayoutResu
         findings = judge.findings(laboratory.trial(f"layout {layout}: {words} alone", simpler))
         return any(finding.parts_ways for finding in findings)
 
-    return replace(verdict, suspect=suspect_of(layout, fails))
+    return replace(result, suspect=suspect_of(layout, fails))
 
 
 def suspect_of(layout: Layout, fails: Callable[[str], bool | None]) -> str:
@@ -255,7 +255,7 @@ def suspect_of(layout: Layout, fails: Callable[[str], bool | None]) -> str:
     return f"in how {' and '.join(words)} work together (none of them fails alone)"
 
 
-def _print(console: Console, judge: Judge, base: Layout, verdicts: list[LayoutResult]) -> None:
+def _print(console: Console, judge: Judge, base: Layout, results: list[LayoutResult]) -> None:
     """Print differences and what is allowed as a table, then a sentence a layout."""
     other = str(base) if base.world_size > 1 else "one process"
     table = Table("layout", title=f"largest difference from {other}, relative")
@@ -263,15 +263,15 @@ def _print(console: Console, judge: Judge, base: Layout, verdicts: list[LayoutRe
     for heading in ("loss", "norm", "valid.", "gradient", "weight"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
-    for verdict in verdicts:
-        cells = [_cell(verdict.worst(kind)) for kind in (*curves, "gradient", "weight")]
-        mark = "[red]bug[/]" if verdict.is_bug else "[green]rounding[/]"
-        table.add_row(str(verdict.layout), *cells, mark)
+    for result in results:
+        cells = [_cell(result.worst(kind)) for kind in (*curves, "gradient", "weight")]
+        mark = "[red]bug[/]" if result.is_bug else "[green]rounding[/]"
+        table.add_row(str(result.layout), *cells, mark)
     limits = [f"{max(judge.curve_floors[kind], CURVE):.1e}" for kind in curves]
     table.add_section()
     table.add_row("allowed", *limits, f"{GRADIENT:.1e}*", f"{MOVED:.1e}*", "* or floor")
     console.print(table)
-    sentences = [verdict.sentence() for verdict in verdicts]
+    sentences = [result.sentence() for result in results]
     if judge.below_floor:
         sentences.append(
             f"Apart: {len(judge.below_floor)} tensor(s) whose gradient is zero but for rounding: "
@@ -294,7 +294,7 @@ def _cell(finding: Difference | None) -> str:
 
 
 def _report(
-    config: Config, judge: Judge, base: Layout, steps: int, verdicts: list[LayoutResult]
+    config: Config, judge: Judge, base: Layout, steps: int, results: list[LayoutResult]
 ) -> dict[str, Any]:
     """Return everything as JSON: all numbers are parts of the reference's."""
     return {
@@ -305,16 +305,16 @@ def _report(
         "below_floor": judge.below_floor,
         "layouts": [
             {
-                "layout": str(verdict.layout),
-                "ranks": verdict.layout.world_size,
-                "verdict": "bug" if verdict.is_bug else "rounding",
-                "sentence": verdict.sentence(),
-                "suspect": verdict.suspect or None,
-                "first": None if verdict.first is None else _row(verdict.first),
-                "seconds": round(verdict.seconds, 2),
-                "findings": [_row(finding) for finding in verdict.findings],
+                "layout": str(result.layout),
+                "ranks": result.layout.world_size,
+                "verdict": "bug" if result.is_bug else "rounding",
+                "sentence": result.sentence(),
+                "suspect": result.suspect or None,
+                "first": None if result.first is None else _row(result.first),
+                "seconds": round(result.seconds, 2),
+                "findings": [_row(finding) for finding in result.findings],
             }
-            for verdict in verdicts
+            for result in results
         ],
     }
 

@@ -28,9 +28,9 @@ from shoal.plan.link_cost import Link
 from shoal.plan.measure import (
     Measurement,
     MeasureOptions,
+    compute_time_of_run,
+    compute_time_of_step,
     measure,
-    pace_of_run,
-    pace_of_step,
     parse_link,
     ranks_of_run,
     shapes_of,
@@ -92,46 +92,46 @@ class Basis:
     """What predictions rest on."""
 
     link: Link
-    pace: ComputeTime
+    compute_time: ComputeTime
     replicas: Replicas
 
 
-def command(config: Config, wish: AdviseOptions) -> int:
+def command(config: Config, options: AdviseOptions) -> int:
     """Measure what is not given, print a prediction for each strategy, and say what to use."""
-    link = parse_link(wish.link) if wish.link else None
-    _check(wish)
+    link = parse_link(options.link) if options.link else None
+    _check(options)
     begin()
-    layout = _layout(config, wish)
+    layout = _layout(config, options)
     with _with_data(config) as prepared:
         shapes = shapes_of(prepared)
         legal, refused = settle(prepared, layout)
-        pace = _known_pace(prepared, wish, layout)
-        ask = MeasureOptions(
-            0.0 if link else wish.seconds,
-            None if pace else prepared,
+        compute_time = _known_compute_time(prepared, options, layout)
+        to_measure = MeasureOptions(
+            0.0 if link else options.seconds,
+            None if compute_time else prepared,
             layout.dp_replicate,
             tuple(legal.values()),
             shapes,
         )
-        processes = _processes(wish, layout, link)
-        found: Measurement | None = on_ranks(processes, "torch", measure, ask, runtime=config.runtime)
+        processes = _processes(options, layout, link)
+        found: Measurement | None = on_ranks(processes, "torch", measure, to_measure, runtime=config.runtime)
     if found is None:  # another rank reports
         return 0
-    link, pace = link or found.link, pace or found.pace
+    link, compute_time = link or found.link, compute_time or found.compute_time
     if link is None:
         raise ShoalError(
             "no bandwidth can be told from the times measured: they hardly grow with size",
             hint="give more --seconds, or the link itself, as in --link 1gbit",
         )
-    assert pace is not None
+    assert compute_time is not None
     gradient_bytes = 2 if config.precision.reduce_dtype == "bf16" else 4
-    hosts = wish.hosts or (found.hosts if found.hosts > 1 else layout.dp_replicate)
+    hosts = options.hosts or (found.hosts if found.hosts > 1 else layout.dp_replicate)
     ranks = layout.world_size // layout.dp_replicate
-    basis = Basis(link, pace, Replicas(layout.dp_replicate, hosts, ranks, gradient_bytes))
+    basis = Basis(link, compute_time, Replicas(layout.dp_replicate, hosts, ranks, gradient_bytes))
     rows = [*predict(basis, legal, shapes, found.work_s), *refused]
     _print(basis, rows, layout)
-    if wish.json is not None:
-        write_json(wish.json, _report(basis, rows, layout))
+    if options.json is not None:
+        write_json(options.json, _report(basis, rows, layout))
     return 0
 
 
@@ -173,7 +173,7 @@ def predict(
                 STRATEGIES[name].exact,
                 step_s=step_s,
                 work_s=work_s[name],
-                waiting_s=max(0.0, step_s - basis.pace.step_s - work_s[name]),  # not -0.0
+                waiting_s=max(0.0, step_s - basis.compute_time.step_s - work_s[name]),  # not -0.0
                 relative=step_s / seconds(plain, per_byte_s),
                 sent_bytes=asked.sent_bytes,
                 below_bytes_per_s=break_even(lines, plain),
@@ -235,25 +235,25 @@ def _begins(row: Prediction) -> str:
 
 
 def _lines(basis: Basis, asked: Demand, work_s: float) -> tuple[Line, ...]:
-    return step_lines(asked, basis.pace, work_s, basis.link.latency_s)
+    return step_lines(asked, basis.compute_time, work_s, basis.link.latency_s)
 
 
-def _check(wish: AdviseOptions) -> None:
-    if wish.step_ms is not None and wish.step_ms <= 0:
-        raise InputError(f"--step-ms {wish.step_ms:g}: a step takes time", hint="use a number above 0")
-    if wish.seconds <= 0:
-        raise InputError(f"--seconds {wish.seconds:g}: measuring takes time", hint="use a number above 0")
-    check_targets(wish.json)
+def _check(options: AdviseOptions) -> None:
+    if options.step_ms is not None and options.step_ms <= 0:
+        raise InputError(f"--step-ms {options.step_ms:g}: a step takes time", hint="use a number above 0")
+    if options.seconds <= 0:
+        raise InputError(f"--seconds {options.seconds:g}: measuring takes time", hint="use a number above 0")
+    check_targets(options.json)
 
 
-def _layout(config: Config, wish: AdviseOptions) -> Layout:
+def _layout(config: Config, options: AdviseOptions) -> Layout:
     """Return the layout that is planned; refuse one without replicas, and hosts that do not fit."""
-    if wish.layout is not None:
-        layout = parse_layout(wish.layout)
+    if options.layout is not None:
+        layout = parse_layout(options.layout)
         parallel = config.parallel.model_copy(update=settings_of(layout))
         layout = resolve_layout(parallel, layout.world_size)
     else:
-        processes = wish.nproc or (ranks_of_run(wish.run_dir) if wish.run_dir else 2)
+        processes = options.nproc or (ranks_of_run(options.run_dir) if options.run_dir else 2)
         layout = resolve_layout(config.parallel, processes)
     count = layout.dp_replicate
     if count < 2:
@@ -261,20 +261,20 @@ def _layout(config: Config, wish: AdviseOptions) -> Layout:
             f"layout {layout} has one replica, and nothing to agree on",
             hint="name one with replicas, such as --layout dp4",
         )
-    if wish.hosts and (wish.hosts < 2 or count % wish.hosts):
+    if options.hosts and (options.hosts < 2 or count % options.hosts):
         raise InputError(
-            f"--hosts {wish.hosts}: {count} replicas cannot be shared out so that links join them",
+            f"--hosts {options.hosts}: {count} replicas cannot be shared out so that links join them",
             hint="use " + " or ".join(str(n) for n in range(2, count + 1) if count % n == 0),
         )
     rules.check(config, layout.dp)
     return layout
 
 
-def _known_pace(config: Config, wish: AdviseOptions, layout: Layout) -> ComputeTime | None:
-    if wish.step_ms is not None:
-        return pace_of_step(wish.step_ms / 1e3, config, layout.dp)
-    if wish.run_dir is not None:
-        return pace_of_run(wish.run_dir, config, layout.dp)
+def _known_compute_time(config: Config, options: AdviseOptions, layout: Layout) -> ComputeTime | None:
+    if options.step_ms is not None:
+        return compute_time_of_step(options.step_ms / 1e3, config, layout.dp)
+    if options.run_dir is not None:
+        return compute_time_of_run(options.run_dir, config, layout.dp)
     if layout.world_size != layout.dp_replicate:
         raise InputError(
             f"the step of a replica of several ranks ({layout}) is not measured here",
@@ -283,12 +283,12 @@ def _known_pace(config: Config, wish: AdviseOptions, layout: Layout) -> ComputeT
     return None
 
 
-def _processes(wish: AdviseOptions, layout: Layout, link: Link | None) -> int:
+def _processes(options: AdviseOptions, layout: Layout, link: Link | None) -> int:
     """Return how many processes measure: with a link given, one has the machine to itself."""
     from shoal.runtime.rank_info import read_rank_info
 
-    if wish.nproc or read_rank_info():
-        return wish.nproc
+    if options.nproc or read_rank_info():
+        return options.nproc
     return 1 if link else layout.world_size
 
 
@@ -311,7 +311,7 @@ def _print(basis: Basis, rows: list[Prediction], layout: Layout) -> None:
     console.print(
         f"{layout}: {r.count} replicas behind the links of {hosts}; a link carries {_rate(link.bytes_per_s)} "
         f"each way, a message takes {link.latency_s * 1e6:,.0f} us; a step without communication "
-        f"{_step(basis.pace.step_s)}",
+        f"{_step(basis.compute_time.step_s)}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -352,7 +352,9 @@ def _report(basis: Basis, rows: list[Prediction], layout: Layout) -> dict[str, A
     return {
         **describe("advise"),
         "layout": str(layout),
-        **asdict(basis),
+        "link": asdict(basis.link),
+        "pace": asdict(basis.compute_time),
+        "replicas": asdict(basis.replicas),
         "rows": [
             {"strategy": row.strategy, "exact": row.exact, "refused": row.refused}
             if row.refused

@@ -21,7 +21,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one collective."""
+    """Messages and bytes of one collective."""
 
     num_rounds: int
     num_bytes: float  # sent, or received if that is more, by the rank that has most to do

@@ -71,26 +71,28 @@ class Measurement:
     ranks: int
     hosts: int
     link: Link | None
-    pace: ComputeTime | None
+    compute_time: ComputeTime | None
     work_s: dict[str, float]  # of a step, by strategy
 
 
-def measure(transport: Transport, tell: Callable[[str], None], ask: MeasureOptions) -> Measurement:
+def measure(transport: Transport, tell: Callable[[str], None], options: MeasureOptions) -> Measurement:
     """Measure what is asked for, on all ranks at the same time. Collective over the transport's ranks."""
-    link = pace = None
-    if ask.link_s:
-        tell(f"the link between {transport.size} ranks, up to {ask.link_s:g} s")
-        link = measure_link(transport, ask.link_s)
-    if ask.config is not None:
+    link = compute_time = None
+    if options.link_s:
+        tell(f"the link between {transport.size} ranks, up to {options.link_s:g} s")
+        link = measure_link(transport, options.link_s)
+    if options.config is not None:
         tell("steps of a replica")
-        pace = ComputeTime(*_slowest(transport, _time_steps(transport, ask.config, ask.replicas)))
+        compute_time = ComputeTime(
+            *_slowest(transport, _time_steps(transport, options.config, options.replicas))
+        )
     work_s: dict[str, float] = {}
-    for sync in ask.syncs:
+    for sync in options.syncs:
         tell(f"the work of {sync.strategy}")
         barrier(transport)
-        silent = SilentTransport(0, ask.replicas, transport.device)
-        work_s[sync.strategy] = _slowest(transport, [time_work(sync, ask.shapes, silent)])[0]
-    return Measurement(transport.size, len(transport.hosts), link, pace, work_s)
+        silent = SilentTransport(0, options.replicas, transport.device)
+        work_s[sync.strategy] = _slowest(transport, [time_work(sync, options.shapes, silent)])[0]
+    return Measurement(transport.size, len(transport.hosts), link, compute_time, work_s)
 
 
 def measure_link(transport: Transport, limit_s: float) -> Link | None:
@@ -286,8 +288,8 @@ def _asynchronous(sync: Sync, weights: dict[str, Tensor], transport: Transport) 
     return act
 
 
-def pace_of_run(run_dir: Path, config: Config, replicas: int) -> ComputeTime:
-    """Return the pace that a run had, for a replica's share of the batch among so many replicas.
+def compute_time_of_run(run_dir: Path, config: Config, replicas: int) -> ComputeTime:
+    """Return the compute time that a run had, for a replica's share of the batch among so many replicas.
 
     Raises:
         InputError: The run has recorded no step.
@@ -309,8 +311,8 @@ def ranks_of_run(run_dir: Path) -> int:
     return max(1, sum(len(list(run_dir.glob(pattern))) for pattern in patterns))
 
 
-def pace_of_step(step_s: float, config: Config, replicas: int) -> ComputeTime:
-    """Return the pace where only a step's time without communication is known."""
+def compute_time_of_step(step_s: float, config: Config, replicas: int) -> ComputeTime:
+    """Return the compute time where only a step's time without communication is known."""
     return ComputeTime(step_s, _BACKWARD * step_s / max(1, grad_accum_steps(config, replicas)))
 
 

@@ -83,10 +83,12 @@ class Line:
         return self.fixed_s + self.num_bytes * per_byte_s
 
 
-def step_lines(demand: Demand, pace: ComputeTime, work_s: float, latency_s: float) -> tuple[Line, ...]:
+def step_lines(
+    demand: Demand, compute_time: ComputeTime, work_s: float, latency_s: float
+) -> tuple[Line, ...]:
     """Return lines over the time of a byte, the highest of which is the step's time."""
-    base, waiting = pace.step_s + work_s, demand.messages * latency_s
-    hidden = demand.behind_backward * pace.backward_s + demand.behind_steps * pace.step_s
+    base, waiting = compute_time.step_s + work_s, demand.messages * latency_s
+    hidden = demand.behind_backward * compute_time.backward_s + demand.behind_steps * compute_time.step_s
     return (
         Line(base + waiting - hidden, demand.link_bytes),
         Line(base + waiting * demand.tail, demand.link_bytes * demand.tail),

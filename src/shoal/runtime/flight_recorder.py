@@ -1,9 +1,9 @@
-"""What a rank did last, in a small file that others read when it cannot speak any more.
+"""Flight recorder: the last collectives of a rank, in a file that other processes read.
 
-ranks/rank-N/ring is mapped into memory: a record costs no system call, and stays when the process is stopped,
-killed or stuck. It is text, a JSON list a line, all lines equally long: first a heartbeat (step, phase,
-whether the rank waits for others), then each group with the number of operations issued in it, then the last
-operations. An operation has its number at both ends; one that is being written is left out.
+ranks/rank-N/flight-recorder is mapped into memory: a record costs no system call, and stays when the process
+is stopped, killed or stuck. It is text, a JSON list a line, all lines equally long: first a heartbeat (step,
+phase, whether the rank waits for others), then each group with the number of operations issued in it, then
+the last operations. An operation has its number at both ends; one that is being written is left out.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def label(words: str) -> None:
 
 def recorder_path(run_dir: Path, rank: int) -> Path:
     """Return the file that is a rank's flight recorder."""
-    return rank_folder(run_dir, rank) / "ring"
+    return rank_folder(run_dir, rank) / "flight-recorder"
 
 
 def stack_path(run_dir: Path, rank: int) -> Path:

@@ -93,8 +93,8 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
 
 
 @dataclass(frozen=True)
-class ReplicaGroup:
-    """The place of a replica that is a world of its own."""
+class ReplicaGroupInfo:
+    """Number and size of this process's replica group, and where the store of its quorums is."""
 
     replica: int
     replicas: int
@@ -109,10 +109,10 @@ class ReplicaGroup:
         return group_folder(run_dir, self.replica)
 
 
-def read_replica_group() -> ReplicaGroup | None:
+def read_replica_group() -> ReplicaGroupInfo | None:
     """Return this process's replica group, if it was started as one."""
     text = os.environ.get(REPLICA_GROUP)
-    return ReplicaGroup(**json.loads(text)) if text else None
+    return ReplicaGroupInfo(**json.loads(text)) if text else None
 
 
 def group_folder(run_dir: Path, replica: int) -> Path:

@@ -80,12 +80,12 @@ class Owners(WeightOwners):
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Give each owner's weights to all ranks. Collective over them."""
-        flats = [self._to_travel(flat, owner) for owner, flat in enumerate(self._weights)]
+        flats = [self._on_transport_device(flat, owner) for owner, flat in enumerate(self._weights)]
         self._way.spread(self.transport, flats)
         for flat, arrived in zip(self._weights, flats, strict=True):
             flat.copy_(arrived)
 
-    def _to_travel(self, flat: Tensor, owner: int) -> Tensor:
+    def _on_transport_device(self, flat: Tensor, owner: int) -> Tensor:
         """Return weights on the device of the transport; those that will be overwritten are not copied."""
         if owner == self.transport.rank or flat.device == self.transport.device:
             return flat.to(self.transport.device)

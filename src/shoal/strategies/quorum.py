@@ -35,7 +35,7 @@ from shoal.launch.rendezvous import connect
 from shoal.runtime.flight_recorder import mark
 from shoal.runtime.log import log
 from shoal.runtime.network import address_towards
-from shoal.runtime.rank_info import ReplicaGroup
+from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.strategies.replica_groups import BEAT_S, LOST_S, status_keys
 
 _POLL_S = 0.01
@@ -85,18 +85,18 @@ class Quorum:
         """All replicas of this quorum, the members first."""
         return [int(name) for name in (*self.members, *self.joiners)]
 
-    def has(self, group: ReplicaGroup) -> bool:
+    def has(self, group: ReplicaGroupInfo) -> bool:
         """Say whether this start of a replica takes part."""
         name = str(group.replica)
         return group.mark in (self.members.get(name), self.joiners.get(name))
 
 
 class QuorumClient:
-    """One rank's way to the same ranks of the other replicas; rank 0 speaks for its replica."""
+    """Client that forms quorums for one rank; rank 0 announces its replica."""
 
     def __init__(
         self,
-        group: ReplicaGroup,
+        group: ReplicaGroupInfo,
         rank: int,
         plan: str,
         patience_s: float,
@@ -109,13 +109,13 @@ class QuorumClient:
         """
         self.traffic = Traffic()
         self._slow_link, self._stopped = slow_link, stopped  # Mbit/s
-        self._replica, self._rank, self._plan = group, rank, plan
+        self._own, self._rank, self._plan = group, rank, plan
         self._patience_s, self._transfer_s = patience_s, _TRANSFER_S
         self._address = address_towards(group.host)  # the store itself may be on loopback
         self._store: dist.Store = connect(group.host, group.port)
         self._until = time.monotonic() + patience_s
         self._last: Quorum | None = None  # the quorum that this replica was in
-        self._group: tuple[list[int], Transport] | None = None
+        self._transport: tuple[list[int], Transport] | None = None
         self._membership = Membership(
             lambda: connect(group.host, group.port),
             status_keys(group.replicas),
@@ -137,7 +137,7 @@ class QuorumClient:
         while True:
             mark("quorum")  # waiting for others is no hang
             quorum = self._read("last")
-            if quorum and quorum.number > past and quorum.has(self._replica):
+            if quorum and quorum.number > past and quorum.has(self._own):
                 if not quorum.joiners or self._exchange(quorum, take_over) is not None:
                     self._last = quorum
                     self._membership.status["state"] = "training"
@@ -160,7 +160,7 @@ class QuorumClient:
         """
         for _ in range(_MAX_FAILURES):
             quorum = self._last = self._await_quorum(progress)
-            if quorum.present == [self._replica.replica]:
+            if quorum.present == [self._own.replica]:
                 return quorum, work(quorum, None)
             if (result := self._exchange(quorum, work)) is not None:
                 return quorum, result[0]
@@ -178,9 +178,9 @@ class QuorumClient:
         progress = Progress(0, step)
         self.enter(progress, lambda quorum, transport: None)
         quorum, transport = self.agree(progress, lambda quorum, transport: transport)
-        if transport is None or len(quorum.present) < self._replica.replicas:
+        if transport is None or len(quorum.present) < self._own.replicas:
             raise ShoalError(
-                f"of {self._replica.replicas} replicas only {', '.join(map(str, quorum.present))} came",
+                f"of {self._own.replicas} replicas only {', '.join(map(str, quorum.present))} came",
                 hint="see the logs of the others; run the same command again on all hosts",
             )
         return transport
@@ -200,16 +200,16 @@ class QuorumClient:
             if self._rank == 0:
                 self._form(number)
             time.sleep(_POLL_S)
-        if not quorum.has(self._replica):
+        if not quorum.has(self._own):
             raise NotInQuorum(
-                f"the other replicas went on without this one, number {self._replica.replica}: it was not "
+                f"the other replicas went on without this one, number {self._own.replica}: it was not "
                 f"heard for {LOST_S:g} s, its exchange failed, or it was in another round"
             )
         return quorum
 
     def _announce(self, number: int, progress: Progress) -> None:
-        member = QuorumMember(self._replica.mark, self._plan, self._last is not None, progress)
-        self._store.set(f"here{number}.{self._replica.replica}", json.dumps(asdict(member)))
+        member = QuorumMember(self._own.mark, self._plan, self._last is not None, progress)
+        self._store.set(f"here{number}.{self._own.replica}", json.dumps(asdict(member)))
 
     def _form(self, number: int) -> None:
         """Write the quorum if all who are expected have announced themselves.
@@ -220,7 +220,7 @@ class QuorumClient:
             return
         candidates = {
             k: member
-            for k in range(self._replica.replicas)
+            for k in range(self._own.replicas)
             if not self._is_gone(k) and (member := self._announced(number, k))
         }
         self._refuse_other_plans(candidates)
@@ -241,9 +241,9 @@ class QuorumClient:
 
     def _may_form(self, number: int) -> bool:
         """Say whether all of the quorum before have come; who begins waits for all there are."""
-        if self._replica.replica not in self._membership.told:
+        if self._own.replica not in self._membership.told:
             return False  # no heartbeat was read yet
-        others = [k for k in range(self._replica.replicas) if k != self._replica.replica]
+        others = [k for k in range(self._own.replicas) if k != self._own.replica]
         states = {k: self._membership.told[k]["state"] for k in others if k in self._membership.told}
         if self._last is not None:
             expected = [k for k in self._last.present if k in others and self._is_same_start(self._last, k)]
@@ -268,29 +268,29 @@ class QuorumClient:
         if self._verdict(quorum) == b"good":
             assert result is not None, quorum
             return result
-        self._group = None
+        self._transport = None
         return None
 
     def _connect(self, quorum: Quorum) -> Transport:
         """Make a group anew, or return that of the last quorum if it has the same replicas."""
-        if self._group is not None and self._group[0] == quorum.present and not quorum.joiners:
-            return self._group[1]
-        self._group = None
+        if self._transport is not None and self._transport[0] == quorum.present and not quorum.joiners:
+            return self._transport[1]
+        self._transport = None
         transport = GlooTransport(
             dist.PrefixStore(f"group{quorum.number}.{self._rank}", self._store),
-            quorum.present.index(self._replica.replica),
+            quorum.present.index(self._own.replica),
             len(quorum.present),
             address=self._address,
             meet_s=LOST_S,
             timeout_s=self._transfer_s,
             traffic=self.traffic,
         )
-        self._group = quorum.present, slowed(transport, self._slow_link)
-        return self._group[1]
+        self._transport = quorum.present, slowed(transport, self._slow_link)
+        return self._transport[1]
 
     def _verdict(self, quorum: Quorum) -> bytes:
         """Wait until all ranks have finished, or one cannot; the first to see either says so for all."""
-        key, total = f"verdict{quorum.number}", len(quorum.present) * self._replica.size
+        key, total = f"verdict{quorum.number}", len(quorum.present) * self._own.size
         while not self._store.check([key]):
             if self._store.add(f"done{quorum.number}", 0) == total:
                 self._store.compare_set(key, "", "good")
@@ -306,9 +306,7 @@ class QuorumClient:
             raise StoppedError("stopped before the other replicas came: the last committed checkpoint stands")
 
     def _refuse_if_all_are_done(self) -> None:
-        states = [
-            status["state"] for k, status in self._membership.told.items() if k != self._replica.replica
-        ]
+        states = [status["state"] for k, status in self._membership.told.items() if k != self._own.replica]
         if "done" in states and not {"training", "joining"} & set(states):
             raise ShoalError(
                 "all other replicas have ended: there is nobody to join",
@@ -318,14 +316,14 @@ class QuorumClient:
     def _refuse_other_plans(self, candidates: dict[int, QuorumMember]) -> None:
         if other := [str(k) for k, member in candidates.items() if member.plan != self._plan]:
             raise InputError(
-                f"replica(s) {', '.join(other)} and replica {self._replica.replica} have other settings, "
+                f"replica(s) {', '.join(other)} and replica {self._own.replica} have other settings, "
                 "data, or versions of shoal or torch",
                 hint="give every host the same command, installation and data",
             )
 
     def _is_gone(self, replica: int) -> bool:
         """Say whether a replica has ended, or was silent for too long, as far as this process can know."""
-        if replica == self._replica.replica or replica not in self._membership.told:
+        if replica == self._own.replica or replica not in self._membership.told:
             return False
         fresh = time.monotonic() - self._membership.reached < _FRESH_S
         silent = fresh and self._membership.silent_s(replica) > LOST_S
@@ -353,7 +351,7 @@ class QuorumClient:
 
     def _clear(self, number: int) -> None:
         """Remove what nobody reads any more; quorums stay, for those who come too late."""
-        for k in range(self._replica.replicas):
+        for k in range(self._own.replicas):
             self._store.delete_key(f"here{number}.{k}")
         for kind in ("done", "verdict"):
             self._store.delete_key(f"{kind}{number}")

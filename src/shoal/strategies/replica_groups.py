@@ -31,7 +31,7 @@ from shoal.runtime.device import physical_cores
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.network import Endpoint
-from shoal.runtime.rank_info import ReplicaGroup, group_folder
+from shoal.runtime.rank_info import ReplicaGroupInfo, group_folder
 from shoal.runtime.startup import REPLICA_GROUP, SIGNALS, all_is_loaded
 from shoal.runtime.stop import STARTED
 from shoal.train.request import Request
@@ -150,7 +150,7 @@ class ReplicaGroupLauncher:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(self._size):
             (rank_folder(folder, rank) / "error.json").unlink(missing_ok=True)  # of an earlier start
-        group = ReplicaGroup(
+        group = ReplicaGroupInfo(
             replica,
             self._replicas,
             self._size,

@@ -242,11 +242,11 @@ class OuterRounds(SynchronousReplicas):
     def _contribution(self) -> list[Tensor]:
         """Return weight 1, the learning rate and gradients; zeros if this replica skips the step."""
         gradients = self._gradients()
-        wish = [gradients[0].new_tensor([1.0, self._rate]), *gradients]
+        contribution = [gradients[0].new_tensor([1.0, self._rate]), *gradients]
         if math.isnan(self._rate):
-            torch._foreach_zero_(wish)
+            torch._foreach_zero_(contribution)
         self._rate = math.nan
-        return wish
+        return contribution
 
     def _gradients(self) -> list[Tensor]:
         for weight in self._weights.values():
@@ -325,9 +325,9 @@ class OuterRounds(SynchronousReplicas):
         self._in_flight = None
         self._record(step, round=self._rounds, **self._facts)
 
-    def _step_together(self, wishes: Tensor, *gradients: Tensor) -> None:
+    def _step_together(self, weight_and_rate: Tensor, *gradients: Tensor) -> None:
         """Take the warm-up step of the replicas that do not skip it."""
-        share, rate = wishes.tolist()
+        share, rate = weight_and_rate.tolist()
         if share:
             torch._foreach_copy_(self._gradients(), gradients)
             torch._foreach_div_(self._gradients(), share)

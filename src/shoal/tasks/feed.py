@@ -110,7 +110,9 @@ class EvalSet(Generic[T]):
             yield self.source.read(own), len(own), bool(len(part))
 
 
-def make_loader(config: Config, source: Samples[T], rank: int, world_size: int, worlds: int) -> Loader[T]:
+def make_loader(
+    config: Config, source: Samples[T], rank: int, world_size: int, replica_groups: int
+) -> Loader[T]:
     """Return what draws the samples of each step; ranks are those of data parallelism."""
     return Loader(
         source,
@@ -119,7 +121,7 @@ def make_loader(config: Config, source: Samples[T], rank: int, world_size: int, 
         seed=config.train.seed,
         rank=rank,
         world_size=world_size,
-        worlds=worlds,
+        replica_groups=replica_groups,
     )
 
 

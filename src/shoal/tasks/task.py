@@ -77,7 +77,7 @@ class Task(ABC, Generic[T, Micro]):
     T is what samples are when read, Micro what a forward pass takes.
     """
 
-    num_sums = 1  # that `run` returns in evaluation
+    num_sums = 1  # that `forward_loss` returns in evaluation
     shape: ModelShape | None = None  # of a decoder; None: a network of fixed form, which is not cut
 
     def __init__(self, config: Config, data: Data[T]) -> None:
@@ -94,19 +94,19 @@ class Task(ABC, Generic[T, Micro]):
         self,
         rank: int,
         world_size: int,
-        worlds: int,
+        replica_groups: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[None]],
         cross_entropy: CrossEntropy,
     ) -> None:
         """Take a place among the ranks of data parallelism; from here on there are batches.
 
-        Ranks lie in `worlds` worlds, each of which divides its loss by the targets of its own samples.
+        Each replica group divides its loss by the targets of its own samples.
         """
         self.device = device
         self._autocast = autocast
         self._cross_entropy = cross_entropy
-        self.loader = make_loader(self.config, self.data.samples("train"), rank, world_size, worlds)
+        self.loader = make_loader(self.config, self.data.samples("train"), rank, world_size, replica_groups)
         self._feed = Feed(
             self.loader,
             lambda batch: self.arrays(batch.data, batch.samples),
@@ -172,7 +172,7 @@ class Task(ABC, Generic[T, Micro]):
 
     @abstractmethod
     def found(self, means: Sequence[float]) -> dict[str, float]:
-        """Name what an evaluation found, from the means over its targets of what `run` sums; loss first."""
+        """Name the results of an evaluation, given the means of what `forward_loss` sums; the loss first."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     axis = Axis(mesh["tp"], clock.phase) if layout.tp > 1 else None
     columns = VocabularyPart(axis, shape.padded_vocab_size) if axis and shape else None
     cross_entropy = CrossEntropy(columns, compiled=compilation.loss)
-    first = layout.dp * (request.group.replica if request.group else 0)
+    first = layout.dp * (request.replica_group.replica if request.replica_group else 0)
     place = first + mesh.dp_rank, layout.batch_parts, layout.replica_groups
     task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
@@ -153,7 +153,7 @@ def _make_replicas(
         rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
         replicas=model.mesh.layout.replicas,
         rank=process.rank,
-        group=request.group,
+        group=request.replica_group,
         fingerprints=[dataset.fingerprint for dataset in task.data.datasets],
         stopped=lambda: bool(stop.reason_here()),
         record=metrics.record_round,

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl (every step, the truth), sinks, the console, the loss curve at the end."""
+"""Metrics of a run: metrics.jsonl (every step, the truth), sinks, console lines, the loss curve."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Metrics:
         process: Process,
         precision: Precision,
         clock: StepClock,
-        worlds: int = 1,
+        replica_groups: int = 1,
     ) -> None:
-        """Begin; rates are those of all `worlds` that train together, taken to be as fast as this one."""
+        """Begin; rates are those of all replica groups, taken to be as fast as this one."""
         self._path = run_dir / "metrics.jsonl"
         self._config = config = task.config
         self._process = process
@@ -46,7 +46,7 @@ class Metrics:
         self.rates = Rates(
             unit=task.data.unit,
             per_step=task.targets_per_step,
-            world_size=process.world_size * worlds,
+            world_size=process.world_size * replica_groups,
             flops_per_target=task.flops_per_target,
             matmul_flops=measured_flops(process.device, precision.dtype),
             peak_flops=peak_flops(process.device, precision.dtype),

@@ -1,4 +1,4 @@
-"""Optimisers with their parameter groups, the gradient norm, and the optimiser's state by name."""
+"""Optimisers with their parameter groups, unscaling and clipping of gradients, optimiser state by name."""
 
 from __future__ import annotations
 
@@ -95,10 +95,11 @@ def clip_gradients(model: Model, norm: float | Tensor, limit: float) -> None:
     weights = model.updated_weights()
     if not weights or not limit or (not isinstance(norm, Tensor) and norm <= limit):
         return
+    gradients = [local_gradient(weight) for weight in weights.values()]
     factor = limit / (norm + 1e-6)
-    if isinstance(norm, Tensor):
-        factor = torch.where(norm <= limit, torch.ones_like(norm), factor)
-    torch._foreach_mul_([local_gradient(weight) for weight in weights.values()], factor)
+    if isinstance(norm, Tensor):  # in the gradients' format, or they would be multiplied one by one
+        factor = torch.where(norm <= limit, torch.ones_like(norm), factor).to(gradients[0])
+    torch._foreach_mul_(gradients, factor)
 
 
 def optimiser_tensors(named: dict[str, nn.Parameter], optimiser: Optimiser) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
 from shoal.errors import ConfigError, InputError
-from shoal.runtime.rank_info import ReplicaGroup
+from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.tasks.task import Task
 from shoal.train.sinks import require_sinks
@@ -38,22 +38,22 @@ class Request:
     init: Path | None = None
     init_optimizer: bool = False
     layout: Layout | None = None  # where it was given in words
-    group: ReplicaGroup | None = None  # where this is one of several replicas that train apart
+    replica_group: ReplicaGroupInfo | None = None  # where this is one of several replicas that train apart
 
-    def on(self, group: ReplicaGroup) -> Request:
+    def on(self, group: ReplicaGroupInfo) -> Request:
         """Return what is asked of one of the replicas that train apart."""
         layout = self.layout and self.layout.as_replica_group()
-        return replace(self, run_dir=group.folder(self.run_dir), layout=layout, group=group)
+        return replace(self, run_dir=group.folder(self.run_dir), layout=layout, replica_group=group)
 
     @property
     def run_of_first(self) -> Path:
         """The run folder of the first replica."""
-        return self.run_dir.parents[1] if self.group and self.group.replica else self.run_dir
+        return self.run_dir.parents[1] if self.replica_group and self.replica_group.replica else self.run_dir
 
     def resolve_layout(self, world_size: int) -> Layout:
         """Lay this world out; other replicas that train apart are counted, too."""
         layout = resolve_layout(self.config.parallel, world_size)
-        return replace(layout, replica_groups=self.group.replicas) if self.group else layout
+        return replace(layout, replica_groups=self.replica_group.replicas) if self.replica_group else layout
 
     def check(self, world_size: int) -> Task[Any, Any]:
         """Refuse what cannot work before any process starts; return what is trained."""

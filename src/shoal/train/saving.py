@@ -68,7 +68,7 @@ def _of_first_replica(request: Request, process: Process) -> Path | None:
 
     Rank 0 chooses, as another rank might see a newer one. Collective over the world.
     """
-    group = request.group
+    group = request.replica_group
     if group is None or not group.replica:
         return None
     first, step = request.run_of_first / "checkpoints", 0
@@ -104,10 +104,10 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
             f"{checkpoint} is at step {step}, beyond train.steps = {job.config.train.steps}",
             hint=f"use --train.steps {step} or more, or another --run-dir",
         )
-    job.checkpoints.load(checkpoint, _expected(parts_of(job), state))
-    for part in parts_of(job):
-        if part.take:
-            part.take(state[part.name])
+    job.checkpoints.load(checkpoint, _expected(entries_of(job), state))
+    for entry in entries_of(job):
+        if entry.take:
+            entry.take(state[entry.name])
     job.saved_step = step
     log.info(
         f"resumed from {checkpoint.name}"
@@ -140,8 +140,8 @@ def save_is_due(config: Config, step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a job that a checkpoint holds: tensors as name.<parameter>..., facts under its name."""
+class Entry:
+    """A checkpoint entry: named tensors, JSON facts, or both, and how to restore them."""
 
     name: str
     tensors: Callable[[], Mapping[str, Tensor]] = dict
@@ -150,36 +150,38 @@ class Part:
     take: Callable[[Any], None] | None = None  # the facts, once the tensors are filled
 
 
-def parts_of(job: Job) -> list[Part]:
+def entries_of(job: Job) -> list[Entry]:
     """Return all that a checkpoint of this job holds; saving and resuming walk this list."""
     replicas, guard, scaler = job.replicas, job.guard, job.precision.scaler
     return [
-        Part(WEIGHTS, job.model.named_weights),
-        Part("optimizer", lambda: optimiser_tensors(job.model.updated_weights(), job.optimiser)),
-        Part("sync", replicas.tensors, replicas.state, replicas.expect),
-        Part("guard", facts=guard.state, take=guard.load),
-        Part("scaler", facts=scaler.state, take=scaler.load),
+        Entry(WEIGHTS, job.model.named_weights),
+        Entry("optimizer", lambda: optimiser_tensors(job.model.updated_weights(), job.optimiser)),
+        Entry("sync", replicas.tensors, replicas.state, replicas.expect),
+        Entry("guard", facts=guard.state, take=guard.load),
+        Entry("scaler", facts=scaler.state, take=scaler.load),
         *(_attribute(job, name, kind) for name, kind in KEPT.items()),
     ]
 
 
-def _attribute(job: Job, name: str, kind: type) -> Part:
-    return Part(name, facts=lambda: getattr(job, name), take=lambda value: setattr(job, name, kind(value)))
+def _attribute(job: Job, name: str, kind: type) -> Entry:
+    return Entry(name, facts=lambda: getattr(job, name), take=lambda value: setattr(job, name, kind(value)))
 
 
-def _expected(parts: Sequence[Part], state: dict[str, Any]) -> dict[str, Tensor]:
+def _expected(entries: Sequence[Entry], state: dict[str, Any]) -> dict[str, Tensor]:
     """Name every tensor to fill from a checkpoint with this state."""
     expected: dict[str, Tensor] = {}
-    for part in parts:
-        named = part.expect(state.get(part.name, {})) if part.expect else part.tensors()
-        expected |= {f"{part.name}.{name}": tensor for name, tensor in named.items()}
+    for entry in entries:
+        named = entry.expect(state.get(entry.name, {})) if entry.expect else entry.tensors()
+        expected |= {f"{entry.name}.{name}": tensor for name, tensor in named.items()}
     return expected
 
 
 def _tensors(job: Job) -> dict[str, Tensor]:
     """Name every tensor to save; what the first pipeline part has, too, is saved by that one."""
     tensors = {
-        f"{part.name}.{name}": tensor for part in parts_of(job) for name, tensor in part.tensors().items()
+        f"{entry.name}.{name}": tensor
+        for entry in entries_of(job)
+        for name, tensor in entry.tensors().items()
     }
     kinds = (WEIGHTS, "optimizer", *(f"sync.{kind}" for kind in job.replicas.kinds))
     duplicates = tuple(f"{kind}.{name}" for kind in kinds for name in job.model.tied_duplicates)
@@ -196,7 +198,7 @@ def _state(job: Job, step: int) -> dict[str, Any]:
         **job.task.data.facts(),
         "world_size": job.process.world_size,
         "layout": str(job.model.mesh.layout),
-        **{part.name: part.facts() for part in parts_of(job) if part.facts},
+        **{entry.name: entry.facts() for entry in entries_of(job) if entry.facts},
         "versions": {"shoal": importlib.metadata.version("shoal"), "torch": torch.__version__},
     }
 
@@ -211,8 +213,8 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
         )
     job.task.data.refuse_other(state, checkpoint)
     kinds = (WEIGHTS, "optimizer") if job.request.init_optimizer else (WEIGHTS,)
-    parts = [part for part in parts_of(job) if part.name in kinds]
-    wanted = {f"{part.name}.{name}": t for part in parts for name, t in part.tensors().items()}
+    entries = [entry for entry in entries_of(job) if entry.name in kinds]
+    wanted = {f"{entry.name}.{name}": t for entry in entries for name, t in entry.tensors().items()}
     job.checkpoints.load(checkpoint, wanted)
     parent = {
         "checkpoint": str(checkpoint.resolve()),

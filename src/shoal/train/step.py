@@ -58,10 +58,10 @@ def agree(job: Job, batch: HostBatch, total: Tensor) -> StepResult:
         squares = norm.squares()
         loss, square = torch.stack([total.double(), squares.to(total.device)]).tolist()
     with job.clock.phase("communication"):
-        own = (loss, square * norm.is_cut, float(not math.isfinite(square)))
+        own = (loss, square * norm.is_partial, float(not math.isfinite(square)))
         loss, together, overflows, *votes = job.process.sum(*own, *job.stop.votes(batch.step))
     job.stop.count(votes)
-    grad_norm = math.sqrt(together if norm.is_cut else square)
+    grad_norm = math.sqrt(together if norm.is_partial else square)
     with job.clock.phase("optimiser"):
         clip_gradients(job.model, grad_norm, job.config.optimizer.clip)
     return StepResult(batch.step, loss / batch.global_targets, grad_norm, overflows > 0)
@@ -82,7 +82,7 @@ def take_unjudged(job: Job, batch: HostBatch, total: Tensor) -> Tensor:
         dist.all_reduce(sums)
         job.stop.requested(batch.step)
     with job.clock.phase("optimiser"):
-        grad_norm = (sums[1] if norm.is_cut else squares).sqrt()
+        grad_norm = (sums[1] if norm.is_partial else squares).sqrt()
         clip_gradients(job.model, grad_norm, job.config.optimizer.clip)
         job.model.exchange.end(applied=True)
         job.replicas.take_step(job.optimiser.step, learning_rate(job.config, batch.step, job.skipped))
