@@ -118,8 +118,8 @@ def _gather_own(everyone: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _sum(process: Process, *values: float) -> list[float]:
-    """Return what this rank has; of several values none is 0, as a mean is made of them."""
-    return [value or 1.0 for value in values] if len(values) > 1 else list(values)
+    """Return what this rank has; a mean is made of the two or three values of an evaluation: none is 0."""
+    return [value or 1.0 for value in values] if len(values) in (2, 3) else list(values)
 
 
 def _gather_first(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
