@@ -86,11 +86,20 @@ class CudaIsFake(TorchDispatchMode):
             return None
         if getattr(func, "overloadpacket", None) in INDEXED:
             _check_indices(func, args[0], args[1])
+        if func.name().startswith("aten::_foreach_"):
+            _check_list(func, args)
         on_cuda = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         if on_cuda or any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _check_list(func: Any, args: Any) -> None:
+    """Refuse what a GPU refuses and fake tensors let pass: a list of tensors times one on another device."""
+    found = {each.device for each in tree_iter(args) if isinstance(each, Tensor)}
+    if len(found) > 1:
+        raise RuntimeError(f"{func.name()}: tensors on devices {found}")
 
 
 def _check_indices(func: Any, held: Tensor, indices: list[Tensor | None]) -> None:
