@@ -345,6 +345,8 @@ def ended(tmp_path_factory):
     digits.write_text(f"[train]\nsteps = {'1' * 5000}\n")
     (root / "deep.toml").write_text("a = " + "[" * 100_000)
     commands |= {name: ["train", str(root / f"{name}.toml")] for name in ("digits", "deep")}
+    # Again at the end: what a good one takes differs with what else the machine does.
+    commands["good again"] = [*commands["good"][:3], str(root / "good again"), "--tokenizer", "bytes"]
     (root / "commands.json").write_text(json.dumps(commands))
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, root / "commands.json"],
@@ -359,7 +361,8 @@ def ended(tmp_path_factory):
 
 
 def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended):
-    _, _, _, _, workers_bytes, workers_s = ended["good"]
+    good = [ended[name][-2:] for name in ("good", "good again")]
+    workers_bytes, workers_s = (max(values) for values in zip(*good, strict=True))
     wrong = {
         name: (status, said[-300:], growth >> 20, round(seconds, 2), most >> 20, round(theirs, 2))
         for name, (status, said, growth, seconds, most, theirs) in ended.items()
@@ -370,7 +373,7 @@ def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended)
         or most > workers_bytes + MAX_GROWTH
         or theirs > workers_s + MAX_SECONDS
     }
-    assert wrong.keys() == {"good"}, wrong
+    assert wrong.keys() == {"good", "good again"}, wrong
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ def step():
     model.zero_grad()
 
 peaks = []
-for number in range(12):
+for number in range(7):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     peaks.append(status("VmHWM"))
-print(peaks[5], peaks[-1], resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(peaks[3], peaks[-1], resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 

@@ -75,8 +75,17 @@ def waits_per_step(pool, data, tmp_path, **sections):
     ]
 
 
-@pytest.mark.parametrize("guard", [{}, {"late": True}], ids=["at once", "late"])
-@pytest.mark.parametrize("words", ["dp2", "zero2x2", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("words", "guard"),
+    [
+        ("dp2", {}),
+        ("zero2x2", {}),
+        ("tp2", {}),
+        ("pp2", {}),
+        ("dp2", {"late": True}),
+        ("pp2", {"late": True}),
+    ],
+)
 def test_a_step_has_one_message_between_ranks_and_one_look_at_device_values(
     pool, data, tmp_path, words, guard
 ):

@@ -14,8 +14,12 @@ from tests.train.ranks import refusal_of_poisoned, run_training, tiny_config
 LATE = {"late": True}
 
 
-@pytest.mark.parametrize("words", ["dp2", "zero2x2", "tp2", "pp2"])
-@pytest.mark.parametrize("checks", [{}, {"nonfinite": "warn", "spike_factor": 0.0}], ids=["guarded", "free"])
+FREE = {"nonfinite": "warn", "spike_factor": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "checks"), [("dp2", {}), ("dp2", FREE), ("zero2x2", {}), ("tp2", {}), ("pp2", FREE)]
+)
 def test_weights_and_records_are_those_of_steps_judged_at_once(pool, data, tmp_path, words, checks):
     shared = {
         "parallel": settings_of(parse_layout(words)),

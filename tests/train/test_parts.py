@@ -87,7 +87,7 @@ def test_clipping_scales_to_the_limit_and_returns_the_norm_before(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     exact = math.sqrt(sum(p.numel() for p in model.parameters()))
-    norm = GradientNorm(dict(model.named_parameters()), is_cut=False)
+    norm = GradientNorm(dict(model.named_parameters()), is_partial=False)
     for limit, after in ((0.0, exact), (1.0, 1.0), (2.0, 1.0)):
         clip_gradients(Whole(model), math.sqrt(norm.squares()), limit)
         assert math.sqrt(norm.squares()) == pytest.approx(after, rel=1e-4)
