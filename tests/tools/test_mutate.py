@@ -33,7 +33,7 @@ def rounds(count: int) -> int:
     return done
 
 
-def tied_duplicates() -> int:
+def elsewhere() -> int:
     program = "import toy.calc; print(toy.calc.answer())"
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
 
