@@ -58,7 +58,9 @@ def test_ranks_of_two_hosts_that_disagree_are_told_before_any_time_out(
     two_hosts, data, tmp_path, monkeypatch
 ):
     unwell(tmp_path, SHAPE, 3, monkeypatch)
-    job = Job(two_hosts, data, "run", tmp_path, *LIMIT, "--runtime.hang_s", "100", "--runtime.timeout_s", "200")
+    job = Job(
+        two_hosts, data, "run", tmp_path, *LIMIT, "--runtime.hang_s", "100", "--runtime.timeout_s", "200"
+    )
     job.wait_for_step(tmp_path / "north/run/metrics.jsonl", 1)
     began = time.monotonic()
     ends = {name: job.end(name) for name in NAMES}
