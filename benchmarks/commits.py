@@ -16,16 +16,17 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import write_record
-from shoal.train.metrics import read_metrics
 from tests.tiny_dataset import random_dataset
 
 NAME = "commits"
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = 5  # first steps of a run
+POLL_S = 0.02
 SETTINGS = {
     "eval.every": 0,
     "checkpoint.every": 0,
@@ -36,6 +37,7 @@ SETTINGS = {
 }
 TINY = {"train.seq_len": 16, "train.micro_batch_size": 1, "train.global_batch_size": 8, "train.steps": 205}
 LARGE = {
+    "model.max_seq_len": 256,
     "model.n_layers": 6,
     "model.d_model": 384,
     "model.n_heads": 6,
@@ -63,14 +65,26 @@ def unpack(commit: str, folder: Path) -> None:
 
 
 def step_ms(tree: Path, data: Path, run: Path, settings: dict[str, Any]) -> float:
-    """Train with the code of a tree; return the median step's milliseconds."""
+    """Train with the code of a tree; return the mean milliseconds from one line of metrics.jsonl to the next.
+
+    The seconds in the lines do not count: what a step contains may differ between commits.
+    """
     options = [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
     base = [sys.executable, "-m", "shoal", "train", "tiny", "--data", str(data), "--run-dir", str(run)]
     env = os.environ | {"PYTHONPATH": str(tree / "src")}
-    done = subprocess.run([*base, *options], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    seconds = [line["seconds"] for line in read_metrics(run / "metrics.jsonl") if "seconds" in line]
-    return round(statistics.median(seconds[LEFT_OUT:]) * 1e3, 3)
+    process = subprocess.Popen(
+        [*base, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+    metrics, seen = run / "metrics.jsonl", [(0.0, 0)]  # when so many lines were there
+    while process.poll() is None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if lines >= LEFT_OUT and lines > seen[-1][1]:
+            seen.append((time.monotonic(), lines))
+        time.sleep(POLL_S)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    (began, first), (ended, last) = seen[1], seen[-1]
+    return round((ended - began) / (last - first) * 1e3, 3)
 
 
 def compare(cases: dict[str, dict[str, Any]], commit: str, repeats: int) -> dict[str, Any]:

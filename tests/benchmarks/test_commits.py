@@ -5,7 +5,7 @@ import pytest
 from benchmarks import commits
 from tests.tiny_dataset import random_dataset
 
-FEW = commits.TINY | {"nproc": 1, "train.steps": 8}
+FEW = commits.TINY | {"nproc": 1, "train.steps": 40}
 
 
 def test_both_codes_are_run_by_turns():
