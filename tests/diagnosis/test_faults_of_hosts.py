@@ -58,18 +58,17 @@ def test_ranks_of_two_hosts_that_disagree_are_told_before_any_time_out(
     two_hosts, data, tmp_path, monkeypatch
 ):
     unwell(tmp_path, SHAPE, 3, monkeypatch)
+    began = time.monotonic()
     job = Job(
         two_hosts, data, "run", tmp_path, *LIMIT, "--runtime.hang_s", "100", "--runtime.timeout_s", "200"
     )
-    job.wait_for_step(tmp_path / "north/run/metrics.jsonl", 1)
-    began = time.monotonic()
     ends = {name: job.end(name) for name in NAMES}
-    assert time.monotonic() - began < 30, "only the limit found it"
+    assert time.monotonic() - began < 60, "only the limit found it"
     for status, screen in ends.values():
         assert status == 1
         assert re.search(
-            r"rank 3 on south issued all_reduce \d+ in group control of \[2\] float64 .*, where "
-            r"ranks 0-2 issued all_reduce \d+ in group control of \[1\] float64 ",
+            r"rank 3 on south issued all_reduce \d+ in group control of \[9\] float64 .*, where "
+            r"ranks 0-2 issued all_reduce \d+ in group control of \[8\] float64 ",
             told(screen.splitlines()),
         ), screen
 
