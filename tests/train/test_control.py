@@ -94,6 +94,15 @@ def test_a_step_has_one_message_between_ranks_and_one_look_at_device_values(
     assert found == [(5, 5 if guard else 0, 5)] * 2, "late, the device adds up loss and norm"
 
 
+@pytest.mark.parametrize(("late", "expected"), [(False, [2, 3, 4, 5, 6, 7]), (True, [3, 4, 5, 6, 7])])
+def test_a_late_guard_looks_at_a_step_while_the_next_one_runs(pool, data, tmp_path, late, expected):
+    values = tiny_config(
+        data, train={"log_every": 1000}, eval={"every": 0}, checkpoint={"every": 0}, guard={"late": late}
+    )
+    for *_, reads in pool.run(waits_of, 2, tmp_path, values, 8):
+        assert [step for step in reads if 1 < step < 8] == expected  # the first and the last are log steps
+
+
 def test_a_guard_that_checks_nothing_needs_no_look_between_log_steps(pool, data, tmp_path):
     values = tiny_config(
         data,

@@ -28,7 +28,7 @@ from shoal.tasks.feed import EvalSet
 from shoal.tasks.task import Task
 from shoal.train.clock import StepClock
 from shoal.train.guard import LossGuard
-from shoal.train.metrics import Metrics
+from shoal.train.metrics import Metrics, StepFacts
 from shoal.train.optimiser import Optimiser, build_optimiser, optimiser_tensors
 from shoal.train.precision import Precision
 from shoal.train.profiler import StepProfiler
@@ -62,7 +62,7 @@ class Job:
     saved_step: int = 0  # of the newest checkpoint that was committed or is being written
     evaluation_pending: bool = False  # a stop came before the validation of the newest step was done
     lineage: tuple[dict[str, object], ...] = ()  # the checkpoints that the weights come from
-    unjudged: deque[tuple[dict[str, Any], Tensor]] = field(default_factory=deque)  # steps, with guard.late
+    unjudged: deque[tuple[StepFacts, Tensor]] = field(default_factory=deque)  # steps, with guard.late
 
     @property
     def run_dir(self) -> Path:

@@ -46,23 +46,20 @@ def train(job: Job) -> bool:
 
 
 def _take_step(job: Job, batch: HostBatch) -> None:
+    config, step, late = job.config, batch.step, job.config.guard.late
     total = forward_backward(job, batch)
-    config, scaler, step = job.config, job.precision.scaler, batch.step
-    if not config.guard.late:
+    if late:
+        values, applied = take_unjudged(job, batch, total), True
+    else:
         result = agree(job, batch, total)
         applied = update(job, result)
-        facts = job.metrics.facts(step, applied=applied, skipped=job.skipped, scale=scaler.scale)
+    facts = job.metrics.facts(step, applied=applied, skipped=job.skipped, scale=job.precision.scaler.scale)
+    if not late:
         job.metrics.record(facts, loss=result.loss, grad_norm=result.grad_norm)
         return
-    values = take_unjudged(job, batch, total)
-    facts = job.metrics.facts(step, applied=True, skipped=job.skipped, scale=scaler.scale)
     job.unjudged.append((facts, values))
-    if (
-        job.metrics.logs(step)
-        or validation_is_due(config, step)
-        or save_is_due(config, step)
-        or job.stop.reason
-    ):
+    due = validation_is_due(config, step) or save_is_due(config, step) or bool(job.stop.reason)
+    if due or job.metrics.logs(step):
         judge_taken(job, step)
     elif config.guard.checks:
         judge_taken(job, step - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shoal.runtime.process import Process
 from shoal.runtime.run_folder import clear_way
 from shoal.runtime.speed import measured_flops, peak_flops
 from shoal.tasks.task import Task
-from shoal.train.clock import PHASES, Rates, StepClock
+from shoal.train.clock import PHASES, Rates, StepClock, StepTime
 from shoal.train.curve import draw_curve
 from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
@@ -23,6 +24,15 @@ from shoal.train.sinks import Sinks
 
 _FORMATS = {"perplexity": ".2f"}  # on the console
 _SHORT = ("data", "fwd", "bwd", "tp", "shard", "bubble", "comm", "opt")  # PHASES on the console
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the host knows of a step that has ended there; the device may still be at it."""
+
+    step: int
+    time: StepTime
+    line: dict[str, Any]  # of metrics.jsonl, without what the device knows
 
 
 class Metrics:
@@ -74,11 +84,12 @@ class Metrics:
         """Say whether a step has a line on the console."""
         return step % self._config.train.log_every == 0 or step in (1, self._config.train.steps)
 
-    def facts(self, step: int, *, applied: bool, skipped: int, scale: float) -> dict[str, Any]:
+    def facts(self, step: int, *, applied: bool, skipped: int, scale: float) -> StepFacts:
         """End a step on the clock; return what the host knows of it.
 
         `skipped` counts the steps left out so far, this one included.
         """
+        time = self._clock.end()
         line: dict[str, Any] = {
             "step": step,
             self.rates.unit: step * self.rates.per_step,
@@ -86,25 +97,24 @@ class Metrics:
             "applied": applied,
             "skipped": skipped,
             "loss_scale": scale,
-            "time": self._clock.end(),
         }
         if (traffic := self._replicas.traffic) is not None:
             sent, self._sent_bytes = self._sent_bytes, traffic.num_bytes
             line["sync_bytes"] = self._sent_bytes - sent
         line |= self._replicas.figures
-        return line
+        return StepFacts(step, time, line)
 
-    def record(self, facts: dict[str, Any], *, loss: float, grad_norm: float) -> None:
+    def record(self, facts: StepFacts, *, loss: float, grad_norm: float) -> None:
         """Record one optimiser step by its `facts`, and what the device knew.
 
         Collective over the world on log steps, for the memory of all ranks.
         """
-        seconds, phases = facts.pop("time").read()
+        seconds, phases = facts.time.read()
         self.rates.add(seconds, phases)
         self.last_loss = loss if math.isfinite(loss) else None
-        line = facts | {"loss": loss, "grad_norm": grad_norm, "seconds": seconds}
+        line = facts.line | {"loss": loss, "grad_norm": grad_norm, "seconds": seconds}
         line |= {f"{name}_s": value for name, value in phases.items()}
-        if self.logs(line["step"]):
+        if self.logs(facts.step):
             line |= self.rates.take()
             line |= self._by_rank(line)
             log.info(self._console_line(line))

@@ -94,12 +94,11 @@ def judge_taken(job: Job, through: int) -> None:
 
     Collective over the world on log steps.
     """
-    while job.unjudged and job.unjudged[0][0]["step"] <= through:
+    while job.unjudged and job.unjudged[0][0].step <= through:
         facts, values = job.unjudged.popleft()
-        facts["time"].wait()  # and so for the values, which were sent before the step ended
+        facts.time.wait()  # and so for the values, which were sent before the step ended
         loss, grad_norm = values.tolist()
-        result = StepResult(facts["step"], loss, grad_norm, overflow=False)
-        _guard_allows(job, result)
+        _guard_allows(job, StepResult(facts.step, loss, grad_norm, overflow=False))
         job.metrics.record(facts, loss=loss, grad_norm=grad_norm)
 
 
