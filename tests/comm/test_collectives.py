@@ -138,9 +138,9 @@ def test_the_error_that_made_others_wait_is_the_one_raised():
 
 
 def test_tensors_that_cannot_travel_are_refused():
-    with pytest.raises(InputError, match="on cpu, not contiguous, cannot travel over ThreadTransport"):
+    with pytest.raises(InputError, match="on cpu, not contiguous, cannot be sent over ThreadTransport"):
         run_ranks(2, lambda transport: transport.send(torch.ones(2, 3).t(), 1 - transport.rank))
-    with pytest.raises(InputError, match="on meta, contiguous, cannot travel over ThreadTransport"):
+    with pytest.raises(InputError, match="on meta, contiguous, cannot be sent over ThreadTransport"):
         run_ranks(2, lambda transport: transport.send(torch.ones(2, device="meta"), 1 - transport.rank))
 
 

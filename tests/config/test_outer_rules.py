@@ -24,7 +24,7 @@ def config(**sync):
         ),
         (
             {"strategy": "diloco", "block": 32},
-            "sync.block = 32 with sync.int8 = false: whole outer gradients travel",
+            "sync.block = 32 with sync.int8 = false: gradients are sent whole",
             "set sync.int8 = true",
         ),
         (
@@ -68,5 +68,5 @@ def test_any_layout_may_lie_inside_a_replica(sync, layout):
 
 def test_a_replica_counts_the_others_as_parts_of_the_batch():
     layout = parse_layout("pp2*dp2*zero1x2").as_replica_group()
-    assert (layout.world_size, layout.dp, layout.replicas, layout.batch_parts) == (4, 2, 2, 4)
+    assert (layout.world_size, layout.dp, layout.num_replicas, layout.batch_parts) == (4, 2, 2, 4)
     assert str(layout) == "pp2*dp2*zero1x2"

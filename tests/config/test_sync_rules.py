@@ -52,7 +52,7 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "dp2",
         {"sync": {"strategy": "async_sgd"}, "precision": {"reduce_dtype": "bf16"}},
         "precision.reduce_dtype = bf16 with sync.strategy = async_sgd, which has a format of its own for "
-        "what travels",
+        "what it sends",
         "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
         {"precision": {"reduce_dtype": "fp32"}},
     ),
@@ -87,7 +87,7 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "dp2",
         {"sync": {"strategy": "int8"}, "precision": {"reduce_dtype": "bf16"}},
         "precision.reduce_dtype = bf16 with sync.strategy = int8, which has a format of its own for what "
-        "travels",
+        "it sends",
         "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
         {"sync": {"strategy": "allreduce"}},
     ),
@@ -96,7 +96,7 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "dp2*tp2",
         {"sync": {"strategy": "diloco", "every": 2}, "precision": {"reduce_dtype": "bf16"}},
         "precision.reduce_dtype = bf16 with sync.strategy = diloco, which has a format of its own for what "
-        "travels",
+        "it sends",
         "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
         {"precision": {"reduce_dtype": "fp32"}},
     ),
@@ -120,7 +120,7 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "_slow_link",
         "dp2",
         {"runtime": {"slow_link": 100.0, "device": "cuda"}, "sync": {"strategy": "int8"}},
-        "runtime.slow_link = 100 on cuda: what travels between GPUs is not slowed",
+        "runtime.slow_link = 100 on cuda: transfers between GPUs are not slowed",
         "use runtime.device = cpu",
         {"runtime": {"slow_link": 100.0, "device": "cpu"}},
     ),

@@ -63,7 +63,7 @@ def test_the_first_rank_of_a_host_holds_the_folder_under_torchrun(
 
     monkeypatch.setattr(worker, "run", run)
     (tmp_path / "metrics.jsonl").mkdir()
-    layout = SimpleNamespace(replicas=1)
+    layout = SimpleNamespace(num_replicas=1)
     request = SimpleNamespace(run_dir=tmp_path, config=Config(), resolve_layout=lambda size: layout)
     assert start._as_rank(request, None, 1, RankInfo(rank, 4, local_rank, 2)) == 7
     assert (tmp_path / "metrics.jsonl.bad").is_dir() == (rank == 0)

@@ -63,7 +63,7 @@ class Sea:
             steps=steps,
             rate_at=rate_at,
             inner=inner or Update(lambda rate: None, dict),
-            replicas=self.replicas,
+            num_replicas=self.replicas,
             quorum=quorum,
             record=record,
             incidents=None,

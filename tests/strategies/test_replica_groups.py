@@ -55,7 +55,7 @@ def launcher_of(run, monkeypatch, program, during=lambda: None, **options):
         return child
 
     monkeypatch.setattr(groups.forking, "start", start)
-    settings = {"replicas": 2, "size": 1, "nproc": 2, "endpoint": Endpoint(), "timeout_s": 5}
+    settings = {"num_replicas": 2, "size": 1, "nproc": 2, "endpoint": Endpoint(), "timeout_s": 5}
     settings["without"] = "the others go on without it"
     return ReplicaGroupLauncher((), run, **{**settings, "max_restarts": 0, **options}), starts
 
@@ -109,7 +109,7 @@ def test_a_store_that_is_gone_ends_the_groups_with_a_sentence(tmp_path, monkeypa
 def test_replicas_share_gpus_evenly_where_there_are_too_few(tmp_path, monkeypatch, count, size, shares):
     monkeypatch.setattr(groups.torch.cuda, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found, _ = launcher_of(tmp_path, monkeypatch, "", replicas=3, size=size, nproc=3 * size)
+    found, _ = launcher_of(tmp_path, monkeypatch, "", num_replicas=3, size=size, nproc=3 * size)
     assert [found._share(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(3)] == list(shares)
 
 

@@ -25,7 +25,7 @@ class MeasuredRun:
     """A run, step by step as rank 0 saw it."""
 
     step_s: list[float]
-    communication_s: list[float]  # waits; what travels beside the backward pass costs none
+    communication_s: list[float]  # waits; exchanges beside the backward pass cost none
     sync_bytes: list[float] | None  # sent for the agreement; None where nobody knows
     counted: bool  # else by formula
     curve: list[Point]  # from the first loss, before any training, over all validations

@@ -29,7 +29,7 @@ from shoal.comm.transport import Transport
 from shoal.errors import InputError
 from shoal.gradsync.exchange import Handle
 
-SEGMENT_BYTES = 8 << 20  # what travels while the segment before it is added
+SEGMENT_BYTES = 8 << 20  # sent while the segment before it is added
 _Algorithm = Callable[[Transport, Tensor, Reduction], None]
 
 
@@ -72,7 +72,7 @@ def _ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
 def _chunked_ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
     """Let n chunks go round twice: each grows into a result on one rank, then all ranks copy it.
 
-    A chunk travels in segments, each sent on as soon as it is complete, so that one is being added while
+    A chunk is sent in segments, each sent on as soon as it is complete, so that one is being added while
     others are on their way.
     """
     rank, size = transport.rank, transport.size

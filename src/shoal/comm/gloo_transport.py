@@ -19,7 +19,7 @@ class GlooTransport(Transport):
     """Point-to-point operations of gloo groups that torch.distributed keeps no record of.
 
     There are two, so that tensors to higher ranks have other connections than those to lower ones: gloo sends
-    nothing before the receiver has announced itself, and an announcement would wait behind what travels
+    nothing before the receiver has announced itself, and an announcement would wait behind transfers
     its way. Whoever drops the transport may make another with others. Options and devices of
     ProcessGroupGloo are private names of torch, seen on 2.11 to 2.13.
     """

@@ -30,7 +30,7 @@ class SlowTransport(Transport):
     ) -> None:
         if whole.device.type != "cpu":
             raise InputError(
-                f"runtime.slow_link with tensors on {whole.device}: what travels between GPUs is not slowed",
+                f"runtime.slow_link with tensors on {whole.device}: transfers between GPUs are not slowed",
                 hint="use --runtime.device cpu",
             )
         super().__init__(whole.rank, whole.size, whole.device, whole.traffic)

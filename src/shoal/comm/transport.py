@@ -83,11 +83,11 @@ class Transport(ABC):
         return _Group(self, ranks)
 
     def check(self, tensor: Tensor) -> None:
-        """Raise an InputError for a tensor that cannot travel from here."""
+        """Raise an InputError for a tensor that cannot be sent from here."""
         if tensor.device.type != self.device.type or not tensor.is_contiguous():
             kind = "" if tensor.is_contiguous() else "not "
             raise InputError(
-                f"a tensor on {tensor.device}, {kind}contiguous, cannot travel over {type(self).__name__}",
+                f"a tensor on {tensor.device}, {kind}contiguous, cannot be sent over {type(self).__name__}",
                 hint=f"contiguous tensors on {self.device.type} can",
             )
 

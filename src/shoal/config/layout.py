@@ -42,13 +42,13 @@ class Layout:
         return self.replica_groups * self.dp
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Copies of the model that train on parts of a batch, in this world or another."""
         return self.replica_groups * self.dp_replicate
 
     def as_replica_group(self) -> Layout:
         """Return the layout of one replica, which is a world of its own."""
-        return replace(self, dp_replicate=1, replica_groups=self.replicas)
+        return replace(self, dp_replicate=1, replica_groups=self.num_replicas)
 
     @property
     def world_size(self) -> int:
@@ -66,8 +66,8 @@ class Layout:
         words = []
         if self.pp > 1:
             words.append(f"pp{self.pp}" + (f"+{self.schedule}" if self.schedule != "1f1b" else ""))
-        if self.replicas > 1:
-            words.append(f"dp{self.replicas}")
+        if self.num_replicas > 1:
+            words.append(f"dp{self.num_replicas}")
         if self.zero:
             words.append(f"zero{self.zero}x{self.dp_shard}")
         if self.tp > 1:

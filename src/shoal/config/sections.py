@@ -165,7 +165,7 @@ class Precision(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the selected device has it natively, else fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients travel between replicas."""
+    """Format in which gradients are sent between replicas."""
     loss_scale: PositiveFloat | None = None
     """fp16: a fixed loss scale; unset means a dynamic one."""
     initial_scale: PositiveFloat = 65536.0
@@ -249,7 +249,7 @@ class Sync(Section):
     """onebit, topk: share of all that is held back which joins the next gradient; with 1, as in the
     literature, much of a gradient comes too late, and all at once."""
     density: float = Field(default=0.05, gt=0.0, le=1.0)
-    """topk: share of the gradient's values that travel."""
+    """topk: share of the gradient's values that are sent."""
     rank: PositiveInt = 4
     """powersgd: rank of the matrices that stand for a gradient."""
     every: PositiveInt = 100

@@ -92,7 +92,7 @@ def _owners(config: Config, layout: Layout) -> Iterator[Problem]:
 def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]:
     sync = config.sync
     plain = (sync.strategy, sync.algorithm) == ("allreduce", "backend")
-    alone = layout.replicas == 1 < layout.world_size  # one process needs no partner
+    alone = layout.num_replicas == 1 < layout.world_size  # one process needs no partner
     if strategy_of(config).kind == "owner" or plain or not alone:
         return
     name = "strategy" if sync.algorithm == "backend" else "algorithm"
@@ -111,7 +111,7 @@ def _somebody_to_agree_with(config: Config, layout: Layout) -> Iterator[Problem]
 
 
 def reads_reduce_dtype(strategy: str) -> bool:
-    """Say whether gradients travel between replicas as `precision.reduce_dtype`; ZeRO's always do."""
+    """Say whether gradients are sent between replicas as `precision.reduce_dtype`; ZeRO's always do."""
     return strategy == "allreduce" or STRATEGIES[strategy].kind == "owner"
 
 
@@ -120,7 +120,7 @@ def _reduce_dtype(config: Config, layout: Layout) -> Iterator[Problem]:
     if not reads_reduce_dtype(strategy) and config.precision.reduce_dtype != "fp32" and not layout.zero:
         yield (
             f"precision.reduce_dtype = {config.precision.reduce_dtype} with sync.strategy = {strategy}, "
-            "which has a format of its own for what travels",
+            "which has a format of its own for what it sends",
             "leave reduce_dtype at fp32, or use sync.strategy = allreduce",
         )
 
@@ -145,7 +145,7 @@ def _outer(config: Config, layout: Layout) -> Iterator[Problem]:
         )
     if sync.block != Sync().block and not sync.int8:
         yield (
-            f"sync.block = {sync.block} with sync.int8 = false: whole outer gradients travel, without scales",
+            f"sync.block = {sync.block} with sync.int8 = false: gradients are sent whole, without scales",
             "set sync.int8 = true, or leave sync.block out",
         )
 
@@ -181,7 +181,7 @@ def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
         )
     if rate and config.runtime.device == "cuda":
         yield (
-            f"runtime.slow_link = {rate:g} on cuda: what travels between GPUs is not slowed",
+            f"runtime.slow_link = {rate:g} on cuda: transfers between GPUs are not slowed",
             "use runtime.device = cpu",
         )
 

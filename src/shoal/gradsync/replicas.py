@@ -34,7 +34,7 @@ class Replica:
     update: Update  # of all of these
     update_of: Callable[[dict[str, nn.Parameter]], Update]  # makes one of its own for some weights
     rate_at: Callable[[int], float]  # a step's learning rate, as a share of its peak
-    replicas: int
+    num_replicas: int
     rank: int  # within the replica
     group: ReplicaGroupInfo | None  # None: the only one
     fingerprints: Sequence[str]  # of the datasets

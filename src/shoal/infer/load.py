@@ -33,7 +33,7 @@ class TextModel:
     eod_id: int
     checkpoint: Path
     replica: int = 0
-    replicas: int = 1  # that share out what is scored
+    num_replicas: int = 1  # that share out what is scored
     lead: Callable[..., None] | None = None  # tells other processes what to compute, too: method, arguments
 
     def generate(self, rows: Sequence[GeneratedRow], sampling: Sampling) -> Iterator[tuple[int, int]]:
@@ -50,13 +50,14 @@ class TextModel:
         if self.lead is not None:
             self.lead("score", spans, batch_size)
         batches = [spans[n : n + batch_size] for n in range(0, len(spans), batch_size)]
-        own = [score(self.model, batch) for batch in batches[self.replica :: self.replicas]]
-        if self.replicas == 1:
+        own = [score(self.model, batch) for batch in batches[self.replica :: self.num_replicas]]
+        if self.num_replicas == 1:
             return [one for part in own for one in part]
         parts: list[tuple[int, list[list[Score]]]] = [(0, [])] * dist.get_world_size()
         dist.all_gather_object(parts, (self.replica, own))
         of_replica = dict(parts)
-        return [one for n in range(len(batches)) for one in of_replica[n % self.replicas][n // self.replicas]]
+        places = (divmod(n, self.num_replicas) for n in range(len(batches)))
+        return [one for place, replica in places for one in of_replica[replica][place]]
 
     def led_by(self, lead: Callable[..., None]) -> TextModel:
         """Return this model with what is to be called before other processes have to compute, too."""
@@ -69,12 +70,12 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
     Its files are verified before anything in them is used. Where there is a default group, its processes are
     replicas, each of `tp` processes that have a part of the model and whole logits. Collective over it.
     """
-    replica, replicas = 0, 1
+    replica, num_replicas = 0, 1
     mesh = None
     if dist.is_initialized():
         sizes = (dist.get_world_size() // tp, tp)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "tp"))
-        replica, replicas = mesh.get_local_rank("replica"), sizes[0]
+        replica, num_replicas = mesh.get_local_rank("replica"), sizes[0]
     if is_foreign(path):
         checkpoint = path
         model, tokenizer, eod_id = load_foreign(path, device, tp)
@@ -88,7 +89,7 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
             f"{model.shape.vocab_size}",
             hint="put back the tokenizer of the training data",
         )
-    return TextModel(model, tokenizer, eod_id, checkpoint, replica, replicas)
+    return TextModel(model, tokenizer, eod_id, checkpoint, replica, num_replicas)
 
 
 def load_decoder(

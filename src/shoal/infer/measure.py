@@ -46,7 +46,7 @@ class Measure:
 def score_all(loaded: TextModel, spans: Sequence[Span], batch_size: int) -> list[Score]:
     """Score spans, the longest first and in batches of alike lengths, with a progress bar on a terminal."""
     order = sorted(range(len(spans)), key=lambda n: -len(spans[n].tokens))
-    console, size = Console(stderr=True), batch_size * loaded.replicas
+    console, size = Console(stderr=True), batch_size * loaded.num_replicas
     bar: Callable[..., Iterable[int]] = track
     steps = bar(
         range(0, len(spans), size),

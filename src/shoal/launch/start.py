@@ -42,7 +42,7 @@ def _as_rank(request: Request, nproc: int | None, nnodes: int, info: RankInfo) -
             hint="leave --nproc, --nnodes and --rdzv out",
         )
     layout = request.resolve_layout(info.world_size)
-    if strategy_of(request.config).apart and layout.replicas > 1:
+    if strategy_of(request.config).apart and layout.num_replicas > 1:
         raise ConfigError(
             f"sync.strategy = {request.config.sync.strategy} under {layout}: each replica is a world of its "
             f"own, and these {layout.world_size} processes were started as one",
@@ -75,7 +75,7 @@ def _as_user(request: Request, nproc: int | None, max_restarts: int | None, endp
     if nproc < 1:
         raise InputError(f"--nproc {nproc}: at least 1 is needed")
     whole = request.resolve_layout(nproc * nnodes)
-    if strategy_of(request.config).apart and whole.replicas > 1:
+    if strategy_of(request.config).apart and whole.num_replicas > 1:
         from shoal.strategies.replica_groups import launch_groups
 
         to_screen()

@@ -107,7 +107,7 @@ class CutModel(Generic[T]):
     def forward_backward(self, micro_batches: list[T], factor: float) -> Tensor:
         """Add the gradients of the summed loss times `factor`; return the sum, 0 where it is not known.
 
-        Gradients travel during the last backward pass, or with ZeRO-2 and 3 during each. Collective.
+        Gradients are exchanged during the last backward pass, or with ZeRO-2 and 3 during each. Collective.
         """
         if self.pipeline is not None:
             with self.phase("bubble"):

@@ -1,7 +1,7 @@
 """Pipeline parallelism by torch's schedules: ranks along `pp` hold successive parts of the model.
 
 The schedules only carry numbers of micro-batches: every rank along `pp` holds the same micro-batches, and
-what travels between parts is the residual stream.
+parts pass the residual stream on.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _outer(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Call
     anchors = [tensor.clone() for tensor in weights.values()]
     momenta = [torch.zeros_like(tensor) for tensor in anchors]
     sgd, codec = outer_sgd(sync, transport.size), Int8(sync.block) if sync.int8 else Plain(torch.float32)
-    host = SilentTransport(transport.rank, transport.size)  # what travels is in host memory
+    host = SilentTransport(transport.rank, transport.size)  # transfers are of host memory
 
     def act() -> None:
         moved = [anchor - weight for anchor, weight in zip(anchors, weights.values(), strict=True)]

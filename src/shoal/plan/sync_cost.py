@@ -128,7 +128,7 @@ def demand(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 
 
 def _exchange(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Count the buckets of plain replicas, which travel during the backward pass; of others, after it."""
+    """Count the buckets of plain replicas, which are sent during the backward pass; of others, after it."""
     n, total = replicas.count, _count(shapes)
     buckets = _ddp_buckets(shapes)
     first, tail = buckets[0] / total, buckets[-1] / total

@@ -20,7 +20,7 @@ class Device:
     """What a rank computes on: its torch device, and the back end that joins such devices."""
 
     torch_device: torch.device
-    backend: str  # for init_process_group: CPU tensors always travel by gloo
+    backend: str  # for init_process_group: CPU tensors always go over gloo
     name: str
 
     @property
@@ -78,7 +78,7 @@ def compute_reproducibly(on: bool) -> None:
 
 
 def choose_backend(setting: str, device: Device) -> str:
-    """Return what init_process_group is to use for `runtime.backend`; agreements travel over gloo anyway."""
+    """Return what init_process_group is to use for `runtime.backend`; agreements go over gloo anyway."""
     if setting == "auto":
         return device.backend
     if setting == "nccl" and not device.is_cuda:

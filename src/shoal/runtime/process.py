@@ -25,7 +25,7 @@ _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # Open MPI's name of a
 
 @dataclass(frozen=True)
 class Process:
-    """This rank, joined to the others. Agreements travel over gloo, whatever the device."""
+    """This rank, joined to the others. Agreements go over gloo, whatever the device."""
 
     info: RankInfo
     device: Device

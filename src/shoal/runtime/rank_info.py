@@ -97,7 +97,7 @@ class ReplicaGroupInfo:
     """Number and size of this process's replica group, and where the store of its quorums is."""
 
     replica: int
-    replicas: int
+    num_replicas: int
     size: int  # processes of each
     host: str  # where the store is
     port: int

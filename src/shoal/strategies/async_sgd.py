@@ -100,7 +100,7 @@ class Server:
         self._unanswered: list[tuple[int, int]] = []  # worker, step
 
     def state(self) -> list[Tensor]:
-        """Return the optimiser's state, in the order in which it travels."""
+        """Return the optimiser's state, in the order in which it is sent."""
         return [tensor for _, tensor in sorted(self._update.state().items())]
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ def make(replica: Replica) -> AsyncSgd:
         replica.update_of,
         StalenessBound(config.sync.staleness, every, steps, config.runtime.stop_after),
         replica.group.replica if replica.group else 0,
-        replica.replicas,
+        replica.num_replicas,
         reach(replica),
     )
 
@@ -257,7 +257,7 @@ class AsyncSgd(SynchronousReplicas):
             fill([*weights, *(self._moments(server) if more else ())], values)
 
     def _moments(self, server: int) -> list[Tensor]:
-        """Return a share's optimiser state as a checkpoint has it, in the order in which it travels."""
+        """Return a share's optimiser state as a checkpoint has it, in the order in which it is sent."""
         share = self._shares[server]
         return [tensor for key, tensor in sorted(self._whole().items()) if key.rpartition(".")[0] in share]
 

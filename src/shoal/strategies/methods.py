@@ -168,7 +168,7 @@ class PowerSGD(Method):
     def add_up(self, transport: Transport, bucket: Bucket) -> Tensor:
         lost = bucket.flat.clone()
         lost_parts = lost.split([view.numel() for view in bucket.views.values()])
-        thin, plain = [], []  # (name of Q, matrix, what of it is lost); what travels as it is
+        thin, plain = [], []  # (name of Q, matrix, what of it is lost); what is sent as it is
         for (name, view), part in zip(bucket.views.items(), lost_parts, strict=True):
             if f"q.{name}" in self.memory.tensors:
                 thin.append((f"q.{name}", view.flatten(1), part.view_as(view).flatten(1)))

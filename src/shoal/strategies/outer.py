@@ -62,10 +62,10 @@ class OuterSgd:
         anchor.sub_(gradient, alpha=self.lr * unit)
 
 
-def outer_sgd(sync: Sync, replicas: int) -> OuterSgd:
+def outer_sgd(sync: Sync, num_replicas: int) -> OuterSgd:
     """Return what a strategy does, for as many replicas as the run is meant to have."""
     nesterov = sync.strategy in _NESTEROV
-    usual = {"model_averaging": 0.0, "block_momentum": 1 - 1 / replicas}.get(sync.strategy, 0.9)
+    usual = {"model_averaging": 0.0, "block_momentum": 1 - 1 / num_replicas}.get(sync.strategy, 0.9)
     lr = sync.lr if sync.lr is not None else 0.7 if nesterov else 1.0
     return OuterSgd(lr, usual if sync.momentum is None else sync.momentum, nesterov)
 

@@ -118,7 +118,7 @@ class QuorumClient:
         self._transport: tuple[list[int], Transport] | None = None
         self._membership = Membership(
             lambda: connect(group.host, group.port),
-            status_keys(group.replicas),
+            status_keys(group.num_replicas),
             group.replica,
             {"state": "joining", "mark": group.mark},
             BEAT_S,
@@ -178,9 +178,9 @@ class QuorumClient:
         progress = Progress(0, step)
         self.enter(progress, lambda quorum, transport: None)
         quorum, transport = self.agree(progress, lambda quorum, transport: transport)
-        if transport is None or len(quorum.present) < self._own.replicas:
+        if transport is None or len(quorum.present) < self._own.num_replicas:
             raise ShoalError(
-                f"of {self._own.replicas} replicas only {', '.join(map(str, quorum.present))} came",
+                f"of {self._own.num_replicas} replicas only {', '.join(map(str, quorum.present))} came",
                 hint="see the logs of the others; run the same command again on all hosts",
             )
         return transport
@@ -220,7 +220,7 @@ class QuorumClient:
             return
         candidates = {
             k: member
-            for k in range(self._own.replicas)
+            for k in range(self._own.num_replicas)
             if not self._is_gone(k) and (member := self._announced(number, k))
         }
         self._refuse_other_plans(candidates)
@@ -243,7 +243,7 @@ class QuorumClient:
         """Say whether all of the quorum before have come; who begins waits for all there are."""
         if self._own.replica not in self._membership.told:
             return False  # no heartbeat was read yet
-        others = [k for k in range(self._own.replicas) if k != self._own.replica]
+        others = [k for k in range(self._own.num_replicas) if k != self._own.replica]
         states = {k: self._membership.told[k]["state"] for k in others if k in self._membership.told}
         if self._last is not None:
             expected = [k for k in self._last.present if k in others and self._is_same_start(self._last, k)]
@@ -351,7 +351,7 @@ class QuorumClient:
 
     def _clear(self, number: int) -> None:
         """Remove what nobody reads any more; quorums stay, for those who come too late."""
-        for k in range(self._own.replicas):
+        for k in range(self._own.num_replicas):
             self._store.delete_key(f"here{number}.{k}")
         for kind in ("done", "verdict"):
             self._store.delete_key(f"{kind}{number}")
@@ -364,7 +364,7 @@ def reach(replica: Replica) -> QuorumClient | None:
     """
     config, group = replica.config, replica.group
     if group is None:
-        assert replica.replicas == 1, replica.replicas  # `shoal train` refuses others
+        assert replica.num_replicas == 1, replica.num_replicas  # `shoal train` refuses others
         return None
     same = {"runtime": Runtime(), "data": config.data.model_copy(update={"datasets": ()})}
     facts = [to_toml(config.model_copy(update=same)), *replica.fingerprints]

@@ -42,9 +42,9 @@ _PERIOD_S = 0.1
 _AGAIN_S = 2.0  # before a new start: the workers of a killed launcher need a moment to end
 
 
-def status_keys(replicas: int) -> list[str]:
+def status_keys(num_replicas: int) -> list[str]:
     """Return the keys under which replica groups tell that they are there."""
-    return [f"status{replica}" for replica in range(replicas)]
+    return [f"status{replica}" for replica in range(num_replicas)]
 
 
 def launch_groups(
@@ -61,7 +61,7 @@ def launch_groups(
     return ReplicaGroupLauncher(
         arguments,
         request.run_dir,
-        replicas=whole.replicas,
+        num_replicas=whole.num_replicas,
         size=whole.as_replica_group().world_size,
         nproc=nproc,
         max_restarts=(3 if max_restarts is None else max_restarts) if dispensable else 0,
@@ -79,7 +79,7 @@ class ReplicaGroupLauncher:
         arguments: Sequence[str],
         run_dir: Path,
         *,
-        replicas: int,
+        num_replicas: int,
         size: int,
         nproc: int,
         max_restarts: int,
@@ -97,7 +97,7 @@ class ReplicaGroupLauncher:
                 hint=f"use --nproc {max(1, nproc // size) * size}",
             )
         self._arguments, self._run_dir = list(arguments), run_dir
-        self._replicas, self._size, self._max_restarts = replicas, size, max_restarts
+        self._num_replicas, self._size, self._max_restarts = num_replicas, size, max_restarts
         self._without = without
         self._address = network.resolve(endpoint.host, endpoint.port)
         if endpoint.nnodes > 1:
@@ -106,10 +106,10 @@ class ReplicaGroupLauncher:
         self._store = open_store(endpoint, self._address, timeout_s)
         self._node = 0 if self._hosting else endpoint.node or int(self._store.add("nodes", 1))
         self._here = range(self._node * (nproc // size), (self._node + 1) * (nproc // size))
-        if self._here.stop > replicas:
+        if self._here.stop > num_replicas:
             raise ConfigError(
                 f"node {self._node} would have replicas {self._here.start} to {self._here.stop - 1} "
-                f"of {replicas}",
+                f"of {num_replicas}",
                 hint="give each host its own --node-rank, from 0, also when it comes back",
             )
         self._children: dict[int, forking.Child | subprocess.Popen[bytes]] = {}
@@ -124,7 +124,7 @@ class ReplicaGroupLauncher:
         quieten_libraries()
         all_is_loaded()
         log.info(
-            f"{self._replicas} replicas of {self._size} process(es) meet at {self._address}:"
+            f"{self._num_replicas} replicas of {self._size} process(es) meet at {self._address}:"
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
             f"are in {self._run_dir / 'replicas'}"
         )
@@ -152,7 +152,7 @@ class ReplicaGroupLauncher:
             (rank_folder(folder, rank) / "error.json").unlink(missing_ok=True)  # of an earlier start
         group = ReplicaGroupInfo(
             replica,
-            self._replicas,
+            self._num_replicas,
             self._size,
             self._address,
             self._store.port,
@@ -191,7 +191,7 @@ class ReplicaGroupLauncher:
         again = not (failure.fatal or self._stopping) and self._restarts[replica] < self._max_restarts
         told, then = "restarting" if again else "lost", self._without
         try:
-            self._store.set(status_keys(self._replicas)[replica], json.dumps({"state": told}))
+            self._store.set(status_keys(self._num_replicas)[replica], json.dumps({"state": told}))
         except RuntimeError:
             again, then = False, f"the store at {self._address} is gone, and node 0 with it: {RUN_AGAIN}"
         if again:
@@ -210,11 +210,11 @@ class ReplicaGroupLauncher:
 
     def _wait_for_other_hosts(self) -> None:
         """Keep the store until the replica groups of all hosts are done with it, or silent."""
-        others = [replica for replica in range(self._replicas) if replica not in self._here]
+        others = [replica for replica in range(self._num_replicas) if replica not in self._here]
         if not self._hosting or not others:
             return
-        address, port = self._address, self._store.port
-        members = Membership(lambda: connect(address, port), status_keys(self._replicas), None, {}, BEAT_S)
+        address, port, keys = self._address, self._store.port, status_keys(self._num_replicas)
+        members = Membership(lambda: connect(address, port), keys, None, {}, BEAT_S)
         members.start()
         until = time.monotonic() + LOST_S
         while time.monotonic() < until or any(

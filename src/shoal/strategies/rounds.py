@@ -62,7 +62,7 @@ def make(replica: Replica) -> OuterRounds:
         steps=config.train.steps,
         rate_at=replica.rate_at,
         inner=replica.update,
-        replicas=replica.replicas,
+        num_replicas=replica.num_replicas,
         quorum=reach(replica),
         record=replica.record,
         incidents=replica.incidents,
@@ -82,7 +82,7 @@ class OuterRounds(SynchronousReplicas):
         steps: int,
         rate_at: Callable[[int], float],
         inner: Update,
-        replicas: int,
+        num_replicas: int,
         quorum: QuorumClient | None,
         record: Callable[..., None],
         incidents: Path | None,
@@ -95,7 +95,7 @@ class OuterRounds(SynchronousReplicas):
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
         self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
-        self._sgd = outer_sgd(sync, replicas)
+        self._sgd = outer_sgd(sync, num_replicas)
         self._exact = Plain(next(iter(weights.values())).dtype)
         self._codec = Int8(sync.block) if sync.int8 else self._exact
         self._weights, self._steps = weights, steps
@@ -103,7 +103,7 @@ class OuterRounds(SynchronousReplicas):
         self._rate_at = rate_at if sync.momentum_follows_lr else None
         self._inner = inner
         self._done, self._rate = 0, math.nan  # the last step; the rate of this one, nan if it is left out
-        self._replicas, self._quorum = replicas, quorum
+        self._num_replicas, self._quorum = num_replicas, quorum
         self.traffic = quorum.traffic if quorum else None
         self._record, self._incidents = record, incidents
         self._anchors: dict[str, Tensor] = {}
@@ -112,7 +112,7 @@ class OuterRounds(SynchronousReplicas):
         self._taken = torch.empty(0)  # what a member told this rank as a joiner
         self._rounds = 0
         self._in_flight: InFlightFragment | None = None
-        self._present = set(range(replicas))
+        self._present = set(range(num_replicas))
         self._facts = {"replicas": 1, "sent_bytes": 0}  # of the last exchange
 
     @torch.no_grad()
@@ -382,9 +382,9 @@ class OuterRounds(SynchronousReplicas):
         """Report replicas that are lost or joined."""
         present = set(quorum.present)
         for replica in sorted(self._present - present):
-            self._report(step, f"replica {replica} is lost: {len(present)} of {self._replicas} go on")
+            self._report(step, f"replica {replica} is lost: {len(present)} of {self._num_replicas} go on")
         for name in quorum.joiners:
-            self._report(step, f"replica {name} joins: {len(present)} of {self._replicas} go on")
+            self._report(step, f"replica {name} joins: {len(present)} of {self._num_replicas} go on")
         self._present = present
 
     def _report(self, step: int, sentence: str) -> None:

@@ -151,7 +151,7 @@ def _make_replicas(
         update=Update(optimiser.step, lambda: optimiser_tensors(weights, optimiser)),
         update_of=update_of,
         rate_at=lambda step: learning_rate(config, step) / config.optimizer.lr,
-        replicas=model.mesh.layout.replicas,
+        num_replicas=model.mesh.layout.num_replicas,
         rank=process.rank,
         group=request.replica_group,
         fingerprints=[dataset.fingerprint for dataset in task.data.datasets],

@@ -53,7 +53,8 @@ class Request:
     def resolve_layout(self, world_size: int) -> Layout:
         """Lay this world out; other replicas that train apart are counted, too."""
         layout = resolve_layout(self.config.parallel, world_size)
-        return replace(layout, replica_groups=self.replica_group.replicas) if self.replica_group else layout
+        group = self.replica_group
+        return replace(layout, replica_groups=group.num_replicas) if group else layout
 
     def check(self, world_size: int) -> Task[Any, Any]:
         """Refuse what cannot work before any process starts; return what is trained."""

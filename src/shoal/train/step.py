@@ -49,7 +49,7 @@ def forward_backward(job: Job, batch: HostBatch) -> Tensor:
 def agree(job: Job, batch: HostBatch, total: Tensor) -> StepResult:
     """Take the loss scale out, clip to the global norm allowed, and hear of stop requests.
 
-    Device values are read once, and all that ranks must know of each other travels in one message.
+    Device values are read once, and all that ranks must know of each other is in one message.
     Collective over the world.
     """
     norm = job.model.gradient_norm

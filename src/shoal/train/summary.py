@@ -50,7 +50,7 @@ def _machine(job: Job) -> list[tuple[str, str]]:
 
 
 def _sync(job: Job) -> list[tuple[str, str]]:
-    sync, replicas = job.config.sync, job.model.mesh.layout.replicas
+    sync, replicas = job.config.sync, job.model.mesh.layout.num_replicas
     if not strategy_of(job.config).apart:
         return []
     if sync.strategy == "async_sgd":
