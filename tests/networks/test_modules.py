@@ -87,7 +87,7 @@ def test_running_statistics_follow_training_and_are_what_evaluation_uses():
     torch.manual_seed(0)
     images = 5 + torch.randn(16, 3, 8, 8)
     network(images)
-    mean, variance = network.running_statistics().values()
+    mean, variance = network.running_statistics().values()  # those of the one normalisation
     x = network.get_submodule("0")(images)
     torch.testing.assert_close(mean, 0.1 * x.mean((0, 2, 3)))
     torch.testing.assert_close(variance, 0.9 + 0.1 * x.var((0, 2, 3)))

@@ -47,7 +47,9 @@ class Network(Part):
 
     def running_statistics(self) -> dict[str, Tensor]:
         """Return the running means and variances of batch normalisation."""
-        return dict(self.named_buffers())
+        norms = {name: module for name, module in self.named_modules() if isinstance(module, _BatchNorm)}
+        means = {f"{name}.running_mean": norm.running_mean for name, norm in norms.items()}
+        return means | {f"{name}.running_var": norm.running_var for name, norm in norms.items()}
 
     def smallest_call(self, device: torch.device) -> dict[str, Tensor]:
         """Return arguments of the smallest forward pass: one sample, of one token where it has tokens."""
@@ -58,8 +60,9 @@ class Network(Part):
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Network:
         """Move to a device with weights that are not set yet, and running statistics as before training."""
         super().to_empty(device=device, recurse=recurse)
-        for name, tensor in self.running_statistics().items():
-            tensor.fill_(float(name.endswith("running_var")))
+        for module in self.modules():
+            if isinstance(module, _BatchNorm):
+                module.begin(device)
         return self
 
     @property
@@ -103,9 +106,7 @@ def _make(layer: Layer) -> nn.Module:
             window = (s["kernel"], s["stride"], s["padding"])
             return nn.Conv2d(channels, layer.after[0], *window, bias=s["bias"])
         case "batch_norm":
-            norm = nn.BatchNorm2d(channels, s["eps"], s["momentum"])
-            norm.num_batches_tracked = None  # the momentum says all
-            return norm
+            return _BatchNorm(channels, s["eps"], s["momentum"])
         case "max_pool":
             return nn.MaxPool2d(s["kernel"], s["stride"], s["padding"], ceil_mode=s["ceil"])
         case "avg_pool":
@@ -128,6 +129,28 @@ def _make(layer: Layer) -> nn.Module:
             return _Subsample(s["out"], s["stride"])
     assert layer.kind == "residual", layer.kind
     return _Residual(layer.body, layer.shortcut)
+
+
+class _BatchNorm(nn.Module):
+    """Normalises each channel by the samples at hand, and in evaluation by running statistics.
+
+    These are no buffers, which data parallelism would copy from the first replica to all in each step.
+    """
+
+    def __init__(self, channels: int, eps: float, momentum: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self._eps, self._momentum = eps, momentum
+        self.begin(None)
+
+    def begin(self, device: torch.device | str | int | None) -> None:
+        """Set the running statistics as before training."""
+        self.running_mean = torch.zeros(len(self.weight), device=device)
+        self.running_var = torch.ones(len(self.weight), device=device)
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        own = (self.running_mean, self.running_var, self.weight, self.bias)
+        return functional.batch_norm(x_nchw, *own, self.training, self._momentum, self._eps)
 
 
 class _Residual(nn.Module):

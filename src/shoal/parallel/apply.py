@@ -304,7 +304,6 @@ def _replicate(
         device_ids=[device] if process.device.is_cuda else None,
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank computed the same weights
-        broadcast_buffers=False,  # each replica normalises by its own batches
     )
     hook.attach(wrapped)
     # Compiled code would be made for this one token, too.
