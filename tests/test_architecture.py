@@ -25,7 +25,7 @@ BELOW_TASKS = BASE | FILES | {"models", "data", "scoring"}
 BELOW_TRAIN = BELOW_TASKS | {"runtime", "tasks", "gradsync", "parallel", "checkpoint"}
 CORE = BELOW_TRAIN - {"data", "scoring"} | {"train", "launch"}  # what a plain run needs, beside its data
 FORMULAS = {"plan.link_cost", "plan.sync_cost"}
-BESIDE = CORE | {"data", "scoring", "comm", "strategies", "worker_pool"} | FORMULAS
+BESIDE = CORE | {"data", "scoring", "comm", "strategies", "networks", "worker_pool"} | FORMULAS
 CHECKS = {"bench", "doctor", "parity", "quickstart"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategies": CORE | {"comm"},
     "diagnosis": BASE | FILES | {"runtime"},
     "worker_pool": BASE | FILES | {"runtime"},
+    "networks": BELOW_TASKS | {"tasks"},
+    "networks.description": BASE | FILES,
     "interop": BASE | FILES | {"runtime", "models", "data", "checkpoint"},
     "infer": BELOW_TRAIN | {"interop", "worker_pool"},
     **dict.fromkeys(FORMULAS, BASE | FORMULAS),
@@ -65,6 +67,7 @@ MUST_NOT_LOAD_TORCH = (
     "plan.link_cost",
     "plan.sync_cost",
     "models.counts",
+    "networks.description",
     "runtime.files",
     "cli",
     "doctor",

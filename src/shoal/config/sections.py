@@ -28,9 +28,9 @@ class Section(BaseModel):
 class Model(Section):
     """The network that is trained, and the shape of a decoder."""
 
-    network: Literal["decoder", "fcn-r", "lstm"] = "decoder"
-    """decoder: a GPT on text. fcn-r: sigmoid layers 2048-4096-1024 that classify labelled examples. lstm: two
-    LSTM layers of 256 on text. The last two have a fixed form: all that follows is for decoders."""
+    network: str = "decoder"
+    """decoder: a GPT. Otherwise a described network, by name (fcn-r, alexnet-r, resnet-56, lstm, ...) or as a
+    TOML file; its form is fixed, and the settings that follow are for decoders."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """gpt2: learned positions, LayerNorm, GELU-tanh, biases. llama: RoPE, RMSNorm, SwiGLU, no biases."""
     n_layers: PositiveInt = 12

@@ -20,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.models import documents
 from shoal.models.cache import CachePart
 from shoal.models.dropout import keyed_dropout, site_id
+from shoal.models.part import Part
 from shoal.models.recompute import keeping_products, run_in_chunks
 from shoal.models.shape import ModelShape
 
@@ -202,7 +203,7 @@ class _WithoutPadding(torch.autograd.Function):
         return grads[0], None
 
 
-class Decoder(nn.Module):
+class Decoder(Part):
     """A decoder-only language model of the given shape, or the part of one with only some of its layers."""
 
     def __init__(self, shape: ModelShape, layers: range | None = None) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +21,9 @@ from shoal.gradsync.choose import REDUCE_DTYPES, make_exchange, make_owners
 from shoal.gradsync.during_backward import SumDuringBackward
 from shoal.gradsync.exchange import BackEnd, Exchange
 from shoal.gradsync.replicas import WeightOwners
-from shoal.models.classic import Classic
 from shoal.models.decoder import TIED, Decoder
 from shoal.models.init import initialise
+from shoal.models.part import Part
 from shoal.models.shape import ModelShape
 from shoal.parallel.compile import Compilation, compile_blocks
 from shoal.parallel.norm import GradientNorm
@@ -44,7 +45,7 @@ class Trainable(Protocol[Micro]):
     def shape(self) -> ModelShape | None:
         """A decoder's; None: a network that is not cut."""
 
-    def parts(self, layers: Sequence[range]) -> Sequence[Decoder | Classic]:
+    def parts(self, layers: Sequence[range]) -> Sequence[Part]:
         """Make the parts of the model with these layers."""
 
     def forward_loss(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
@@ -55,7 +56,7 @@ class Trainable(Protocol[Micro]):
 class CutModel(Generic[T]):
     """A model as the trainer sees it, whatever its layout: run it, sum its gradients, name its weights."""
 
-    parts: Sequence[Decoder | Classic]
+    parts: Sequence[Part]
     mesh: Mesh
     device: torch.device  # of the computation; offloaded weights lie elsewhere
     forward_loss: Callable[[nn.Module, T], Tensor]
@@ -124,6 +125,19 @@ class CutModel(Generic[T]):
             total += loss.detach()
         return total
 
+    @torch.no_grad()
+    def average_statistics(self) -> dict[str, Tensor]:
+        """Set running statistics to their mean over the replicas, and return them by name. Collective."""
+        named = {name: t for part in self.parts for name, t in part.running_statistics().items()}
+        if named and (size := dist.get_world_size()) > 1:
+            flat = torch.cat([tensor.flatten() for tensor in named.values()])
+            dist.all_reduce(flat)
+            for tensor, mean in zip(
+                named.values(), (flat / size).split([t.numel() for t in named.values()]), strict=True
+            ):
+                tensor.copy_(mean.view_as(tensor))
+        return named
+
     def forget_gradients(self) -> None:
         """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
         weights = list(self.named_weights().values())
@@ -160,7 +174,7 @@ class CutModel(Generic[T]):
         return self.ddp.no_sync()
 
 
-def named_weights(parts: Sequence[Decoder | Classic]) -> dict[str, nn.Parameter]:
+def named_weights(parts: Sequence[Part]) -> dict[str, nn.Parameter]:
     """Return the weights of parts of a model by their names in the whole model."""
     return {name: weight for part in parts for name, weight in part.named_weights().items()}
 
@@ -222,7 +236,7 @@ def apply(
 
 
 def _sums(
-    parts: Sequence[Decoder | Classic],
+    parts: Sequence[Part],
     mesh: Mesh,
     tensor: TensorParallel | None,
     sharding: Sharding | None,
@@ -249,7 +263,7 @@ def _sums(
 
 
 def _pipeline(
-    parts: Sequence[Decoder | Classic],
+    parts: Sequence[Part],
     numbers: list[int],
     mesh: Mesh,
     config: Config,
@@ -282,7 +296,7 @@ def _pipeline(
 
 
 def _replicate(
-    part: Decoder | Classic, process: Process, hook: SumDuringBackward, *, compiled: bool
+    part: Part, process: Process, hook: SumDuringBackward, *, compiled: bool
 ) -> DistributedDataParallel:
     device = process.device.torch_device
     wrapped = DistributedDataParallel(
@@ -299,13 +313,16 @@ def _replicate(
 
 
 def _settle_buckets(
-    wrapped: DistributedDataParallel, part: Decoder | Classic, hook: SumDuringBackward, device: torch.device
+    wrapped: DistributedDataParallel, part: Part, hook: SumDuringBackward, device: torch.device
 ) -> None:
     """Run one tiny backward, after which DDP orders its buckets for good.
 
     DDP regroups its buckets once, after the first backward. Left to the first real step, that would make the
     order of additions, and so the last bits of the result, depend on the step a process started at.
     """
+    kept = {name: tensor.clone() for name, tensor in part.running_statistics().items()}
     wrapped(**part.smallest_call(device))[..., :1].sum().backward()
     wrapped.zero_grad(set_to_none=True)
+    for name, tensor in part.running_statistics().items():
+        tensor.copy_(kept[name])
     hook.begin()

@@ -19,6 +19,7 @@ def evaluate(job: Job, subset: EvalSet[Any]) -> dict[str, float] | None:
     """
     process, mesh = job.process, job.model.mesh
     totals, count, stopped = [0.0] * job.task.num_sums, 0, False
+    job.model.average_statistics()
     job.model.train(on=False)
     for micro, samples, targets, valid in job.task.eval_batches(subset, mesh.dp_rank, mesh.layout.dp):
         if stopped := job.stop.requested():

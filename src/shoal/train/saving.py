@@ -155,6 +155,7 @@ def entries_of(job: Job) -> list[Entry]:
     replicas, guard, scaler = job.replicas, job.guard, job.precision.scaler
     return [
         Entry(WEIGHTS, job.model.named_weights),
+        Entry("statistics", job.model.average_statistics),
         Entry("optimizer", lambda: optimiser_tensors(job.model.updated_weights(), job.optimiser)),
         Entry("sync", replicas.tensors, replicas.state, replicas.expect),
         Entry("guard", facts=guard.state, take=guard.load),
