@@ -62,7 +62,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "line above 256 MiB", "| 32 MiB", "fields above 16 MiB", "more than 32 MiB: 256 times",
         "32 MiB, or 16 times", "16 GiB; above 64 MiB also 64 times", "| 256 MiB",
     ),
-    "docs/serve.md": ("256 KiB", "10 s for a request", "30 s in which", "(95 %)"),
+    "docs/serve.md": ("256 KiB", "10 s for a request", "30 s without", "(95 %)"),
     "docs/several-machines.md": ("within 30 s",),
     "docs/training.md": (
         "2e-6", "1e-5", "1.6e13", "8e15", "20 s of compilation", "gets 30 s", "300,000 times", "30 s at most",
@@ -189,16 +189,14 @@ def of_serving() -> Iterator[tuple[str, str]]:
     alone = sorted(few["generate_tokens_per_s"])
     yield (
         "docs/serve.md",
-        f"8 clients at a time get {v(few['ratio_to_generate'], '.2f')} of the tokens/s that `shoal "
-        f"generate` makes with a batch "
-        f"of 8 beside it, in turns ({v(turns[len(turns) // 2], '.0f')} against "
+        f"8 clients reach {v(few['ratio_to_generate'], '.2f')} of the tokens/s of `shoal generate` with a "
+        f"batch of 8, measured in alternation ({v(turns[len(turns) // 2], '.0f')} against "
         f"{v(alone[len(alone) // 2], '.0f')} a second).",
     )
     yield (
         "docs/serve.md",
-        f"16 rows: {v(many['tokens_per_s'], '.0f')} tokens/s, {v(many['requests'])} answers, none lost "
-        f"or cut, each the text that "
-        "`generate` writes for its prompt; the first token after "
+        f"16 rows: {v(many['tokens_per_s'], '.0f')} tokens/s and {v(many['requests'])} answers. No answer was "
+        "lost or cut, and each was the text of `shoal generate` for its prompt. The first token came after "
         f"{v(many['first_token_s']['p50'], '.1f')} s (median) and "
         f"{v(many['first_token_s']['p95'], '.1f')} s (95 %)",
     )
