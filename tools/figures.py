@@ -196,8 +196,8 @@ def of_serving() -> Iterator[tuple[str, str]]:
     yield (
         "docs/serve.md",
         f"16 rows: {v(many['tokens_per_s'], '.0f')} tokens/s and {v(many['requests'])} answers. No answer "
-        "was lost or cut, and each was the text of `shoal generate` for its prompt. The first token came after "
-        f"{v(many['first_token_s']['p50'], '.1f')} s (median) and "
+        "was lost or cut, and each was the text of `shoal generate` for its prompt. The first token came "
+        f"after {v(many['first_token_s']['p50'], '.1f')} s (median) and "
         f"{v(many['first_token_s']['p95'], '.1f')} s (95 %)",
     )
 
