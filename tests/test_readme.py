@@ -54,8 +54,8 @@ def test_the_two_commands_come_first():
 
 
 def test_table_has_every_command_and_no_other():
-    table = re.findall(r"(?m)^\| `shoal (\w+)`", README)
-    assert sorted(table) == sorted(name for name in app if not name.startswith("-"))
+    table = re.findall(r"(?m)^\|[^|]*\| `shoal (\w+)", README)
+    assert set(table) == {name for name in app if not name.startswith("-")}
 
 
 def test_links_lead_to_files():
