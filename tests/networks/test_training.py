@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from shoal.checkpoint.manifest import step_name
 from shoal.config.load import load_config, validate
-from shoal.data.prepare.examples import RANDOM, prepare_examples
+from shoal.data.prepare.examples import prepare_examples
+from shoal.data.prepare.images import RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
@@ -266,6 +267,20 @@ def test_each_network_has_a_preset_that_trains_it(data, tmp_path):
         )
         config = load_config(network, {"data": {"datasets": (str(source),)}})
         Request(config, tmp_path).check(1)
+
+
+def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool, data, tmp_path, monkeypatch):
+    file = tmp_path / "net.toml"
+    file.write_text(NARROW)
+    values = values_of("fcn-r", data | {"narrow fcn-r": file})
+    halted = values | {"runtime": values["runtime"] | {"stop_after": 1}}
+    pool.run(run_training, 1, tmp_path / "run", halted)
+    file.write_text(NARROW.replace("sigmoid", "relu"))
+    with pytest.raises(ConfigError, match="belongs to another run: layers of its network was"):
+        pool.run(run_training, 1, tmp_path / "run", values)
+    monkeypatch.chdir(tmp_path)
+    config = validate(values | {"model": {"network": "net.toml"}}, "test")
+    assert open_task(config).config.model.network == str(file)
 
 
 def pictures(folder, name, shape):

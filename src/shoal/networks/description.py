@@ -81,7 +81,8 @@ class Layer:
     @property
     def num_parameters(self) -> int:
         """Trainable numbers; an LSTM has two bias vectors, as in cuDNN and PyTorch."""
-        s, own = self.settings, sum(layer.num_parameters for layer in (*self.body, *self.shortcut))
+        s: Mapping[str, int] = self.settings
+        own = sum(layer.num_parameters for layer in (*self.body, *self.shortcut))
         match self.kind:
             case "linear":
                 return (self.before[-1] + s["bias"]) * self.after[-1]
@@ -98,7 +99,8 @@ class Layer:
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of matrix products and convolutions in the forward pass of one sample."""
-        s, own = self.settings, sum(layer.multiply_adds for layer in (*self.body, *self.shortcut))
+        s: Mapping[str, int] = self.settings
+        own = sum(layer.multiply_adds for layer in (*self.body, *self.shortcut))
         match self.kind:
             case "linear":
                 return math.prod(self.before) * self.after[-1]

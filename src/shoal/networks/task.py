@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -80,8 +82,9 @@ class Classify(Task[T, MicroBatch]):
         return {"loss": means[0], "accuracy": means[1]}
 
     def facts(self) -> dict[str, Any]:
-        """Return the network's name."""
-        return {"network": self.config.model.network}
+        """Return the network's name, and a digest of its layers."""
+        layers = xxhash.xxh3_64_hexdigest(repr(self._resolved.layers).encode())
+        return {"network": self.config.model.network, "layers": layers}
 
     def model_rows(self) -> Rows:
         """Return the network's title."""
@@ -91,6 +94,9 @@ class Classify(Task[T, MicroBatch]):
 def open_network(config: Config) -> Classify[Any]:
     """Open the data of a described network, tokens or labelled examples, and work out its sizes."""
     description = read(config.model.network)
+    if config.model.network.endswith(".toml"):  # a later start may be made in another folder
+        network = str(Path(config.model.network).absolute())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"network": network})})
     return (ClassifyTokens if description.tokens else ClassifyExamples)(config, description)
 
 
@@ -149,5 +155,5 @@ class ClassifyTokens(Classify[NDArray[np.int64]]):
         return {"loss": means[0], "perplexity": scoring.perplexity(means[0]), "accuracy": means[1]}
 
     def facts(self) -> dict[str, Any]:
-        """Return the network's name and the vocabulary."""
+        """Return the network's name, a digest of its layers, and the vocabulary."""
         return {**super().facts(), "vocab_size": self.config.model.vocab_size}
