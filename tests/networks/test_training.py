@@ -20,6 +20,7 @@ from shoal.parity.command import parity
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
+from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
 from tests.train.conftest import apart
@@ -276,7 +277,7 @@ def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool,
     halted = values | {"runtime": values["runtime"] | {"stop_after": 1}}
     pool.run(run_training, 1, tmp_path / "run", halted)
     file.write_text(NARROW.replace("sigmoid", "relu"))
-    with pytest.raises(ConfigError, match="belongs to another run: layers of its network was"):
+    with pytest.raises(RankError, match="belongs to another run: layers of its network was"):
         pool.run(run_training, 1, tmp_path / "run", values)
     monkeypatch.chdir(tmp_path)
     config = validate(values | {"model": {"network": "net.toml"}}, "test")
