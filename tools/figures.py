@@ -54,7 +54,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "alpha of 0.5", "heard for 10 s", "8 MiB take longer than 30 s", "1.2 times the fastest",
     ),
     "docs/interop.md": ("5e-6", "1e-5", "at most 1 GiB", "64 MiB", "before 1.6"),
-    "docs/layouts.md": ("Bytes are 4 times", "1e-5 of", "2e-6\nof", "1e-2 of", "(0.50:"),
+    "docs/layouts.md": ("Bytes are 4 times", "1e-5 of", "2e-6 of", "1e-2 of", "(0.50:"),
     "docs/models.md": ("0.8 M", "1.56 B", "8.3 B", "1.18 B (1.10 B", "N(0, 0.02)", "N(0, 0.02 /"),
     "docs/prepare.md": (
         "12 MB, offline", "(5 %)", "may take 16 GiB", "sample of 32 MB", "more than 5 %",
