@@ -221,10 +221,8 @@ def of_strategies() -> Iterator[tuple[str, str]]:
     behind = {one["what"]: 100 * (one["value"] - 1) for one in read("gradsync_convergence")["verdicts"]}
     yield (
         "docs/gradsync.md",
-        f"the sum is kept as well: {v(behind['loss of onebit x2'], '.1f')} % behind all-reduce after "
-        f"1,000 steps. So does `topk`, "
-        "where a value that waited for 20 steps would come at once, 20 times as long: "
-        f"{v(behind['loss of topk x2'], '.1f')} %.",
+        f"After 1,000 steps `onebit` is {v(behind['loss of onebit x2'], '.1f')} % behind all-reduce, "
+        f"and `topk` {v(behind['loss of topk x2'], '.1f')} %.",
     )
 
 
@@ -235,16 +233,15 @@ def of_advice() -> Iterator[tuple[str, str]]:
     )
     yield (
         "docs/gradsync.md",
-        f"rank correlation {fast} with 1 Gbit/s, {middle} with 200 Mbit/s, {slow} with 50",
+        f"rank correlation of {fast} at 1 Gbit/s, {middle} at 200 Mbit/s and {slow} at 50 Mbit/s",
     )
     worst = max(
         links["50mbit"]["strategies"], key=lambda one: abs(one["predicted"]["step_s"] / one["measured_s"] - 1)
     )
     yield (
         "docs/gradsync.md",
-        f"Farthest off was `{v(worst['strategy'])}` with 50 Mbit/s, "
-        f"{v(worst['predicted']['step_s'], '.2f')} s for "
-        f"{v(worst['measured_s'], '.2f')}.",
+        f"The largest error was that of `{v(worst['strategy'])}` at 50 Mbit/s: "
+        f"{v(worst['predicted']['step_s'], '.2f')} s predicted, {v(worst['measured_s'], '.2f')} s measured.",
     )
     (late,) = (one["measured_s"] for one in links["200mbit"]["strategies"] if one["strategy"] == "async_sgd")
     yield "CHANGELOG.md", f"with 200 Mbit/s {v(late, '.2f')} s a step"
