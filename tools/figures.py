@@ -163,7 +163,7 @@ def of_layouts() -> Iterator[tuple[str, str]]:
         f"by at most {v(losses, '.1e')} in losses and norms and {v(gradients, '.1e')} in gradients",
     )
     speed = read("collectives")["ranks"]["2"]["speed_of_backend"]["chunked_ring"]
-    yield "docs/distributed.md", f"the ring in chunks has {v(speed, '.2f')} times the speed of gloo's own"
+    yield "docs/distributed.md", f"the chunked ring has {v(speed, '.2f')} times the speed of gloo's own"
 
 
 def of_serving() -> Iterator[tuple[str, str]]:
