@@ -127,8 +127,7 @@ def of_training() -> Iterator[tuple[str, str]]:
     yield (
         "CHANGELOG.md",
         f"with `full` the blocks of gpt2-medium hold {v(peaks['full'], '.1f')} GB at the peak of a pass over "
-        "8 x 256 tokens in place of "
-        f"{v(peaks['none'], '.1f')}",
+        f"8 x 256 tokens, instead of {v(peaks['none'], '.1f')} GB",
     )
     split = read("time_split")
     yield (
