@@ -22,7 +22,7 @@ class GradientNorm:
         copies: int = 1,
         duplicates: Set[str] = frozenset(),
     ) -> None:
-        """Take this rank's weights, of which `copies` ranks hold the same; other ranks count `duplicates`.
+        """Take this rank's weights, each held whole or in part by `copies` ranks; others count `duplicates`.
 
         With `is_partial`, this rank has only a part of the gradients.
         """

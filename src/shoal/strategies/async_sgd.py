@@ -165,8 +165,8 @@ class AsyncSgd(SynchronousReplicas):
     ) -> None:
         """Build from the worker's weights.
 
-                `whole` returns the optimiser state of all weights, as in a checkpoint. `others` is None with
-                one worker.
+        `whole` returns the optimiser state of all weights, as in a checkpoint. `others` is None with
+        one worker.
         """
         self.saves = rank == 0
         self._rank, self._bound, self._others = rank, bound, others
