@@ -1,8 +1,8 @@
 """Launcher of replica groups, which restarts each one that is lost.
 
 A replica group is an ordinary `shoal train` with the processes of one replica. The first one uses the run's
-folder, the others RUN/replicas/N with their screen output in a file there. An environment variable gives each
-its number, and the address of the store in which quorums are formed.
+folder, the others RUN/replicas/N with their screen output in a file there. Each gets its number, and the
+address of the store in which quorums are formed, in a variable.
 """
 
 from __future__ import annotations
