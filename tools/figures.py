@@ -52,7 +52,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "docs/failures.md": ("after 15 s", "300 s"),
     "docs/gpu.md": ("10 minutes", "430 to 490 thousand", "165 to 180 thousand", "5 seconds"),
     "docs/gradsync.md": (
-        "25 times fewer", "64 % through", "20 times as long", "1.5 S", "0.7 | 0.9", "momentum of 0.9",
+        "25 times fewer", "64 % of a value", "20 times as long", "1.5 S", "0.7 | 0.9", "momentum of 0.9",
         "alpha of 0.5", "heard for 10 s", "8 MiB take longer than 30 s", "1.2 times the fastest",
     ),
     "docs/interop.md": ("5e-6", "1e-5", "at most 1 GiB", "64 MiB", "before 1.6"),
