@@ -58,3 +58,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     close = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """Return '1 process' or '2 processes'; `more` is the plural where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
