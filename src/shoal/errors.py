@@ -60,6 +60,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
 
 
-def counted(number: int, one: str, more: str = "") -> str:
-    """Return '1 process' or '2 processes'; `more` is the plural where it is not `one` with an s."""
-    return f"{number:,} {one if number == 1 else more or one + 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return '1 process' or '2 processes': a number with its noun, which adds s or es."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending if number != 1 else ''}"

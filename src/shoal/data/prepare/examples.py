@@ -20,7 +20,7 @@ from shoal.data.dataset import EXAMPLES_FORMAT, MANIFEST, SPLITS, seal
 from shoal.data.examples import FORMAT_VERSION, INPUT_DTYPES, ExampleSet, Pair, open_examples
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.splits import SplitPlan, allocate
-from shoal.errors import DataError, InputError
+from shoal.errors import DataError, InputError, counted
 from shoal.runtime.files import atomic_write, hash_file, read_json, write_json
 
 RANDOM = "random-images"
@@ -117,7 +117,7 @@ def _split(options: PrepareOptions) -> dict[str, Pair]:
     splits |= {name: _join(pairs) for name, pairs in found.items() if pairs}
     if not len(splits["train"][1]):
         raise DataError(
-            f"{len(labels)} example(s) leave none to train on", hint="give more, or other --split"
+            f"{counted(len(labels), 'example')}: none is left to train on", hint="give more, or other --split"
         )
     shapes = {str(list(array.shape[1:])) for array, _ in splits.values()}
     if len(shapes) > 1:
