@@ -58,3 +58,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     close = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return '1 process' or '2 processes': a number with its noun, which adds s or es."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending if number != 1 else ''}"

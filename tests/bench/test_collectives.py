@@ -1,6 +1,7 @@
 """`shoal bench collectives`: the columns of nccl-tests, wrong results counted, times against formulas."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,7 @@ def test_all_algorithms_on_two_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     for heading in ("size", "count", "algbw", "busbw", "type", "#wrong", "formula"):
         assert heading in done.stdout
+    assert re.search(r"\(ms\) +\(GB/s\) +\(GB/s\) +#wrong +\(ms\)", done.stdout)
     told = json.loads(record.read_text())
     assert (told["ranks"], told["dtype"], told["transport"]) == (2, "float32", "torch")
     assert told["name"] == "collectives"
@@ -128,7 +130,7 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
     ]
     monkeypatch.setattr(collectives, "on_ranks", lambda *_: rows)
     assert collectives.command(2, "torch", ("ring",), ("1KB", "4KB"), "float32", None, None) == 1
-    assert "ring: as if messages took" in capsys.readouterr().out
+    assert "ring: fitted latency " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,15 @@ import sys
 from typing import get_args
 
 import pytest
+from cyclopts import App, CycloptsError
 
 from shoal.cli import app as cli
 from shoal.cli.app import app
+from shoal.cli.help import usage_error
+from shoal.cli.setup import completion, config
+from shoal.config.load import config_from_toml, load_config, preset_names
 from shoal.config.sections import Config
+from shoal.errors import InputError
 
 COMMANDS = sorted(name for name in app if not name.startswith("-"))
 GROUPS = {
@@ -71,6 +76,135 @@ def test_every_command_shows_an_example(command):
     done = shoal(*command, "--help")
     assert done.returncode == 0
     assert f"shoal {' '.join(command)}" in done.stdout.partition("xample")[2]
+
+
+def help_of(*command, monkeypatch, capsys):
+    """Print a help page on 80 columns, in this process."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["shoal", *command])
+    app(list(command), result_action="return_value")
+    return capsys.readouterr().out
+
+
+def settings_in(page):
+    return {name for name in re.findall(r"│ --([a-z][\w-]*\.[\w.-]+)", page) if ".no-" not in name}
+
+
+@pytest.mark.parametrize("command", ["train", "parity", "advise"])
+def test_help_shows_the_main_settings_and_names_the_page_with_all(command, monkeypatch, capsys):
+    page = help_of(command, "--help", monkeypatch=monkeypatch, capsys=capsys)
+    assert 15 <= len(settings_in(page)) <= 24
+    assert "--help-all" in page
+    assert ("optimizer.lr" in settings_in(page)) == (command != "train")  # there it has a short name
+    assert len(page.splitlines()) < 120
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_help_all_shows_every_setting_by_section(monkeypatch, capsys):
+    page = help_of("train", "--help-all", monkeypatch=monkeypatch, capsys=capsys)
+    every = {f"{s}.{name}".replace("_", "-") for s, fields in Config() for name, _ in fields}
+    assert settings_in(page) == every
+    assert "Settings: guard" in page
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def told(capsys, *command):
+    """Run a command that fails in this process; return what it prints."""
+    with pytest.raises((CycloptsError, InputError)) as raised:
+        app(list(command), result_action="return_value", print_error=False, exit_on_error=False)
+    return usage_error(raised.value) if isinstance(raised.value, CycloptsError) else str(raised.value)
+
+
+def given_to_load_config(monkeypatch, *command):
+    """Return the overrides with which a command loads its configuration."""
+    seen = []
+
+    def load(source, overrides):
+        seen.append(overrides)
+        raise InputError("seen")
+
+    monkeypatch.setattr("shoal.cli.train.load_config", load)
+    with pytest.raises(InputError, match="seen"):
+        app(["train", "tiny", *command], result_action="return_value", print_error=False)
+    return seen[0]
+
+
+def test_short_names_set_what_they_stand_for(monkeypatch):
+    short = ("--steps", "3", "--lr", "0.5", "--batch-size", "6", "--seq-len", "7")
+    assert given_to_load_config(monkeypatch, *short, "--train.seed", "1") == {
+        "train": {"seed": 1, "steps": 3, "global_batch_size": 6, "seq_len": 7},
+        "optimizer": {"lr": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("--steps", "--train.steps"),
+        ("--lr", "--optimizer.lr"),
+        ("--batch-size", "--train.global-batch-size"),
+        ("--seq-len", "--train.seq-len"),
+        ("-o", "--run-dir"),
+    ],
+)
+def test_a_short_name_beside_the_long_one_is_an_error_that_names_both(short, long, capsys):
+    words = told(capsys, "train", "tiny", short, "4", long, "5")
+    assert re.search(rf"{short}\b", words)
+    assert long in words
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "meant"),
+    [
+        ("train", "--learning-rate", "--optimizer.lr"),
+        ("train", "--lr-rate", "--lr"),
+        ("advise", "--lr", "--optimizer.lr"),
+        ("parity", "--lr=3", "--optimizer.lr"),
+        ("train", "--train.lr", "--lr"),
+        ("train", "--n-layers", "--model.n-layers"),
+        ("train", "--n_layer", "--model.n-layers"),
+        ("advise", "--batch-size", "--train.global-batch-size"),
+        ("train", "--optimizer.beta", "--optimizer.beta"),
+        ("train", "--run-dri", "--run-dir"),
+        ("train", "--output-dir", "--run-dir"),
+    ],
+)
+def test_an_unknown_option_brings_to_mind_the_likely_one(command, given, meant, capsys):
+    needed = ["--layouts", "dp2"] if command == "parity" else []
+    words = told(capsys, command, "tiny", *needed, given, "3")
+    assert f"unknown option {given}" in words or given.endswith("=3")
+    assert f"Did you mean {meant}" in words
+
+
+def test_an_option_like_no_other_brings_none_to_mind(capsys):
+    words = told(capsys, "train", "tiny", "--zzz", "3")
+    assert words == "error: unknown option --zzz\n  hint: see shoal train --help"
+
+
+def test_bash_takes_the_completion_script_and_completes_commands_and_options(tmp_path, capsys):
+    completion("bash")
+    script = tmp_path / "shoal.bash"
+    script.write_text(capsys.readouterr().out)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+    def completed(*words):
+        line = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shoal; "
+        line += 'echo "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert completed("shoal", "tr") == ["train"]
+    assert "verify" in completed("shoal", "checkpoint", "v")
+    assert "--optimizer.lr" in completed("shoal", "train", "--optimizer.l")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_of_their_own(shell, monkeypatch, capsys):
+    monkeypatch.setattr(
+        App, "generate_completion", lambda self, *, prog_name, shell: f"{shell} of {prog_name}"
+    )
+    completion(shell)
+    assert capsys.readouterr().out == f"{shell} of shoal"
 
 
 def test_version_is_printed():
@@ -165,3 +299,27 @@ def test_every_setting_can_be_given_on_the_command_line(section, field, value):
     _, bound, _ = app.parse_args(["train", "tiny", option, *([value] if value else [])])
     given = getattr(getattr(bound.arguments["settings"], section), field)
     assert str(given) == (value or "True")
+
+
+@pytest.mark.parametrize("source", [None, *preset_names()])
+def test_config_prints_every_setting_with_its_documentation_and_loads_back(source, capsys):
+    config(source)
+    printed = capsys.readouterr().out
+    assert config_from_toml(printed, "printed") == (load_config(source) if source else Config())
+    for section, fields in Config():
+        for name, field in type(fields).model_fields.items():
+            assert re.search(rf"^(# )?{name} =", printed.partition(f"\n[{section}]")[2], re.MULTILINE)
+            assert field.description.split()[0] in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_config_tells_the_default_of_what_a_preset_sets(capsys):
+    config("tiny")
+    assert "# Number of transformer blocks. Default: 12.\nn_layers = 4\n" in capsys.readouterr().out
+
+
+def test_config_takes_a_file(tmp_path, capsys):
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nsteps = 7\n")
+    config(str(file))
+    assert "\nsteps = 7\n" in capsys.readouterr().out

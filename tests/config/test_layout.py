@@ -77,14 +77,14 @@ def test_an_axis_that_is_named_twice_is_refused(words, axis):
         (
             {"tp": 2, "pp": 3},
             8,
-            "8 process(es) cannot be laid out with parallel.tp = 2 and parallel.pp = 3: the product 6 does "
+            "8 processes cannot be laid out with parallel.tp = 2 and parallel.pp = 3: the product 6 does "
             "not divide them",
             "start 6 or 12 processes (--nproc)",
         ),
         (
             {"tp": 4},
             2,
-            "2 process(es) cannot be laid out with parallel.tp = 4 and parallel.pp = 1: the product 4 does "
+            "2 processes cannot be laid out with parallel.tp = 4 and parallel.pp = 1: the product 4 does "
             "not divide them",
             "start 4 processes (--nproc)",
         ),
@@ -97,7 +97,7 @@ def test_an_axis_that_is_named_twice_is_refused(words, axis):
         (
             {"zero": 3, "dp_shard": 4, "tp": 2},
             12,
-            "parallel.dp_shard = 4 does not divide the 6 data-parallel process(es) that tp and pp leave",
+            "parallel.dp_shard = 4 does not divide the 6 data-parallel processes that tp and pp leave",
             "use parallel.dp_shard = 1, 2, 3, 6, or 0 for all of them",
         ),
     ],

@@ -93,8 +93,8 @@ CASES = [
         "_stages",
         2,
         {"model": FOUR, "parallel": {"pp": 2, "split": (1, 2)}},
-        "parallel.split = [1, 2] names 2 part(s) with 3 layers; parallel.pp = 2 with schedule 1f1b needs 2 "
-        "part(s) with model.n_layers = 4",
+        "parallel.split = [1, 2] names 2 parts with 3 layers; parallel.pp = 2 with schedule 1f1b needs 2 "
+        "parts with model.n_layers = 4",
         "use parallel.split = [2, 2], or leave it out",
         {"parallel": {"split": (2, 2)}},
     ),
@@ -102,8 +102,8 @@ CASES = [
         "_stages",
         2,
         {"model": FOUR | {"n_layers": 5}, "parallel": {"pp": 2, "split": (3, 2), "schedule": "interleaved"}},
-        "parallel.split = [3, 2] names 2 part(s) with 5 layers; parallel.pp = 2 with schedule interleaved "
-        "needs 4 part(s) with model.n_layers = 5",
+        "parallel.split = [3, 2] names 2 parts with 5 layers; parallel.pp = 2 with schedule interleaved "
+        "needs 4 parts with model.n_layers = 5",
         "use parallel.split = [2, 1, 1, 1], or leave it out",
         {"parallel": {"split": ()}},
     ),
@@ -127,8 +127,8 @@ CASES = [
         "_micro_batches",
         4,
         {"model": FOUR, "parallel": {"pp": 4}, "train": {"micro_batch_size": 8}},
-        "parallel.pp = 4: schedule 1f1b fills 4 stages with 2 micro-batch(es) (train.global_batch_size = 16, "
-        "micro_batch_size = 8, 1 data-parallel process(es))",
+        "parallel.pp = 4: schedule 1f1b fills 4 stages with 2 micro-batches (train.global_batch_size = 16, "
+        "micro_batch_size = 8, 1 data-parallel process)",
         "use train.micro_batch_size = 1, 2, 4, or parallel.schedule = gpipe",
         {"train": {"micro_batch_size": 4}},
     ),
@@ -141,7 +141,7 @@ CASES = [
             "train": {"global_batch_size": 12, "micro_batch_size": 4},
         },
         "parallel.pp = 2: schedule interleaved takes micro-batches in rounds of 2, and there are 3 "
-        "(train.global_batch_size = 12, micro_batch_size = 4, 1 data-parallel process(es))",
+        "(train.global_batch_size = 12, micro_batch_size = 4, 1 data-parallel process)",
         "use train.micro_batch_size = 1, 2, 3, 6, or parallel.schedule = gpipe",
         {"train": {"micro_batch_size": 3}},
     ),
@@ -153,8 +153,8 @@ CASES = [
             "parallel": {"pp": 4},
             "train": {"global_batch_size": 2, "micro_batch_size": 1},
         },
-        "parallel.pp = 4: schedule 1f1b fills 4 stages with 2 micro-batch(es) (train.global_batch_size = 2, "
-        "micro_batch_size = 1, 1 data-parallel process(es))",
+        "parallel.pp = 4: schedule 1f1b fills 4 stages with 2 micro-batches (train.global_batch_size = 2, "
+        "micro_batch_size = 1, 1 data-parallel process)",
         "use a larger global_batch_size, or parallel.schedule = gpipe",
         {"parallel": {"schedule": "gpipe"}},
     ),
@@ -167,7 +167,7 @@ CASES = [
             "train": {"global_batch_size": 12, "micro_batch_size": 4},
         },
         "parallel.pp = 2: schedule zero_bubble takes micro-batches in rounds of 2, and there are 3 "
-        "(train.global_batch_size = 12, micro_batch_size = 4, 1 data-parallel process(es))",
+        "(train.global_batch_size = 12, micro_batch_size = 4, 1 data-parallel process)",
         "use train.micro_batch_size = 1, 2, 3, 6, or parallel.schedule = gpipe",
         {"train": {"micro_batch_size": 2}},
     ),

@@ -51,13 +51,13 @@ def begin_and_wait(one, step=0):
 
 def test_a_flipped_bit_is_named_and_what_was_right_is_not_read_again(data, tmp_path, caplog):
     caplog.set_level("INFO", "shoal")
-    assert verified(data, tmp_path / "a").startswith("once: 6 file(s)")
-    assert "data verified: 6 file(s)" in caplog.text
+    assert verified(data, tmp_path / "a").startswith("once: 6 files")
+    assert "data verified: 6 files" in caplog.text
     assert "GB/s" in caplog.text
     assert verified(data, tmp_path / "b") == "once: the same files were read and found right before"
     flip(data / "train.bin")  # which changes its time, too
     one = verifier(data, tmp_path / "b")
-    assert one.plan.startswith("once: 1 file(s)")
+    assert one.plan.startswith("once: 1 file")
     with pytest.raises(DataError, match=r"train.bin changed since it was prepared.* steps after 7"):
         begin_and_wait(one, 7)
     with pytest.raises(DataError, match=r"train.bin"):
@@ -73,7 +73,7 @@ def test_full_reads_all_before_the_first_step_at_every_start(data, tmp_path):
         verified(data, tmp_path / "run", "full")
     flip(data / "validation.bin")
     for _ in range(2):
-        assert verified(data, tmp_path / "run", "full").startswith("full: 6 file(s)")
+        assert verified(data, tmp_path / "run", "full").startswith("full: 6 files")
 
 
 def test_off_reads_nothing(data, tmp_path):
@@ -131,13 +131,13 @@ def test_a_file_that_cannot_be_read_is_a_warning_and_read_again_next_time(
     assert re.search(
         r"warning: the data could not be verified: \S*train.bin cannot be read: .*\(E", caplog.text
     )
-    assert "data verified: 5 file(s)" in caplog.text
+    assert "data verified: 5 files" in caplog.text
     assert "may have been trained on it" not in caplog.text
     one = verifier(data, tmp_path / "run", "full")
     with pytest.raises(UnreadableError, match=r"train.bin cannot be read: .*\(E"):
         begin_and_wait(one)
     monkeypatch.undo()
-    assert verified(data, tmp_path / "run").startswith("once: 1 file(s)")
+    assert verified(data, tmp_path / "run").startswith("once: 1 file")
 
 
 def test_a_file_that_is_gone_when_its_turn_comes_is_a_warning(data, tmp_path, caplog):

@@ -200,7 +200,7 @@ def test_without_a_text_the_split_it_was_trained_with_is_measured(trained_run):
         (["--stride", "999"], "would leave targets out"),
         (["--seq-len", "99999"], "beyond the model's"),
         (["--split", "test", "--batch-size", "0"], "--batch-size 0 is not allowed"),
-        (["--tp", "2", "--nproc", "3"], "--tp 2 with 3 process(es)"),
+        (["--tp", "2", "--nproc", "3"], "--tp 2 with 3 processes"),
     ],
 )
 def test_what_cannot_be_measured_is_said(trained_run, words, said):

@@ -45,7 +45,7 @@ def test_a_format_that_a_strategy_does_not_read_does_not_count_against_it():
 
 def test_a_fast_link_wants_all_reduce_and_compression_would_slow_it_down():
     told = advice(rows_at(100_000))
-    assert told.startswith("Use allreduce (1 s): nothing is faster.")
+    assert told.startswith("Use allreduce: 1 s. No strategy is faster.")
     assert "Compression would slow you down here: bf16 1.05, int8 1.10, onebit 1.10" in told
     assert "is the first to pay, below" in told
 
@@ -54,7 +54,8 @@ def test_a_slow_link_wants_replicas_that_meet_now_and_then():
     rows = rows_at(10, sync={"rank": 64})
     told = advice(rows)
     assert told.startswith("Use diloco: 1.6 s where allreduce takes 60.8 s, 37.9 times as fast.")
-    assert "It changes the result: compare losses, or take allreduce, the fastest that does not" in told
+    assert "diloco is faster (" in told
+    assert "diloco changes the result: compare losses, or take allreduce, the fastest that does not" in told
     assert "Slower than plain all-reduce here: central_serial, central_parallel, tree_update." in told
     assert "Compression would slow you down" not in told
     assert all(row.relative < 0.7 for row in rows if row.strategy in WORK_S)
@@ -63,6 +64,20 @@ def test_a_slow_link_wants_replicas_that_meet_now_and_then():
 def test_the_mildest_strategy_near_the_fastest_is_chosen():
     told = advice(rows_at(100))  # meeting now and then is faster by less than a fifth
     assert told.startswith("Use powersgd: 1.07 s where allreduce takes 6.49 s, 6.1 times as fast.")
+    assert "diloco is faster (" in told
+    assert "but by less than the 20% that a prediction may be off, and changes the result more." in told
+
+
+def test_advice_gives_the_reason_for_an_exact_strategy_that_is_not_the_fastest():
+    rows = [
+        Prediction("allreduce", True, step_s=1.1, relative=1.0),
+        Prediction("tree_update", True, step_s=1.0, relative=0.91),
+        Prediction("diloco", False, step_s=2.0, relative=1.8),
+    ]
+    assert advice(rows).startswith(
+        "Use allreduce: 1.1 s. tree_update is faster (1 s), but by less than the 20% that a prediction may be "
+        "off. Slower than"
+    )
 
 
 def test_what_breaks_even_at_a_bandwidth_takes_as_long_as_all_reduce_there():

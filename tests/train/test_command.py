@@ -42,7 +42,7 @@ def whole(data, tmp_path_factory):
 def test_the_first_page_and_the_lines_tell_what_happens(whole):
     _, screen = whole
     for words in (
-        "dp2: 2 process(es), 1 micro-step(s) of 4 sequence(s) each",
+        "dp2: 2 processes, 1 micro-step of 4 sequences each",
         "1 per worker (runtime.threads)",
         "257, padded to 384; end of document 256",
         "8 sequences = 128 tokens",
@@ -67,7 +67,7 @@ def test_the_first_page_warns_of_slow_products_and_says_how_chunks_fall(data, tm
     assert status == 0
     slow = "warning: fp16 matrix products are not in this CPU's hardware: large ones run some 50 times slower"
     assert slow in screen
-    chunks = "full, 1 chunk(s) of 2 layer(s) and one of 1: train.recompute_layers does not divide 3 layers"
+    chunks = "full, 1 chunk of 2 layers and one of 1: train.recompute_layers does not divide 3 layers"
     assert chunks in screen
 
 
@@ -237,13 +237,13 @@ def test_torchrun_starts_the_same_command(data, tmp_path):
     arguments = command(data, tmp_path, "--train.steps", "6")[3:]
     done = subprocess.run(torchrun + arguments, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert "dp2: 2 process(es)" in done.stdout
+    assert "dp2: 2 processes" in done.stdout
 
 
 def test_layout_words_set_the_axes_and_the_number_of_processes(data, tmp_path):
     status, screen = shoal(data, tmp_path, "--layout", "zero2x2", "--train.steps", "2")
     assert status == 0, screen
-    assert "zero2x2: 2 process(es)" in screen
+    assert "zero2x2: 2 processes" in screen
     stored = (tmp_path / "config.toml").read_text()
     assert "zero = 2" in stored
     assert "dp_shard = 2" in stored
@@ -308,7 +308,7 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
         )
     screens = [process.communicate(timeout=90)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], screens
-    assert "dp2: 2 process(es)" in screens[0]
+    assert "dp2: 2 processes" in screens[0]
 
 
 @needs_mpi
@@ -317,7 +317,7 @@ def test_mpirun_starts_a_rank_each(data, tmp_path):
     batch = ("--train.micro_batch_size", "2")
     done = mpirun(4, *command(data, tmp_path, "--train.steps", "6", *batch)[1:])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "dp4: 4 process(es)" in done.stdout + done.stderr
+    assert "dp4: 4 processes" in done.stdout + done.stderr
 
 
 def test_a_port_in_use_is_said(data, tmp_path):
@@ -344,7 +344,7 @@ def test_a_port_in_use_is_said(data, tmp_path):
         ),
         (["--nproc", "3"], "train.global_batch_size = 8 does not divide among 3 data-parallel ranks"),
         (["--layout", "pp2*quick"], "'quick' in layout 'pp2*quick' is no layout word"),
-        (["--layout", "tp2", "--nproc", "4"], "--layout tp2 is for 2 process(es), and there are 4"),
+        (["--layout", "tp2", "--nproc", "4"], "--layout tp2 is for 2 processes, not for 4"),
         (
             ["--layout", "tp2", "--parallel.tp", "4"],
             "--layout tp2 sets parallel.tp, and so does --parallel.tp",
@@ -417,6 +417,6 @@ def test_damaged_data_ends_all_ranks_with_its_name(tmp_path, mode):
     status, said = shoal(data, tmp_path / "run", "--train.steps", "3", "--nproc", "2", "--data.verify", mode)
     assert status == 2, said
     assert "validation.bin changed since it was prepared" in said
-    assert f"{mode}: 6 file(s)" in said
+    assert f"{mode}: 6 files" in said
     status, said = shoal(data, tmp_path / "off", "--train.steps", "3", "--data.verify", "off")
     assert status == 0, said

@@ -22,7 +22,7 @@ from shoal.bench.sizes import in_words, parse_bytes
 from shoal.comm.all_reduce import ALGORITHMS, all_reduce
 from shoal.comm.collectives import barrier
 from shoal.comm.transport import Transport
-from shoal.errors import InputError
+from shoal.errors import InputError, counted
 from shoal.plan.link_cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.runtime.files import check_targets, write_json
 
@@ -75,7 +75,7 @@ def measure(
         samples: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
         wrong = {}
         for algorithm in algorithms:
-            tell(f"all-reduce of {in_words(num_bytes)} on {transport.size} ranks: {algorithm}")
+            tell(f"all-reduce of {in_words(num_bytes)} on {counted(transport.size, 'rank')}: {algorithm}")
             wrong[algorithm] = _count_wrong(transport, algorithm, count, dtype)
         tensor = torch.ones(count, dtype=dtype, device=transport.device)
         first = {algorithm: time_all_reduce(transport, algorithm, tensor.zero_()) for algorithm in algorithms}
@@ -205,10 +205,19 @@ def _expected_s(row: CollectivesRow, link: Link | None) -> float | None:
 
 def _print(rows: list[CollectivesRow], links: dict[str, Link | None], dtype: str) -> None:
     """Print the columns of nccl-tests, the time by formula, and the fitted links."""
-    title = f"all-reduce on {rows[0].size} ranks; times in ms, bandwidths in GB/s"
+    title = f"all-reduce on {counted(rows[0].size, 'rank')}"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    headings = ("size", "count", "type", "algorithm", "time", "algbw", "busbw", "#wrong", "formula")
-    for heading in headings:
+    headings = (
+        "size",
+        "count",
+        "type",
+        "algorithm",
+        "time\n(ms)",
+        "algbw\n(GB/s)",
+        "busbw\n(GB/s)",
+        "#wrong",
+    )
+    for heading in (*headings, "formula\n(ms)"):
         table.add_column(
             heading, justify="left" if heading in ("type", "algorithm") else "right", no_wrap=True
         )
@@ -232,7 +241,7 @@ def _print(rows: list[CollectivesRow], links: dict[str, Link | None], dtype: str
     for algorithm, link in links.items():
         if link:
             console.print(
-                f"{algorithm}: as if messages took {link.latency_s * 1e6:,.0f} us and went at "
+                f"{algorithm}: fitted latency {link.latency_s * 1e6:,.0f} us, bandwidth "
                 f"{link.bytes_per_s / 1e9:.3f} GB/s",
                 highlight=False,
             )
@@ -268,7 +277,7 @@ def _draw(rows: list[CollectivesRow], links: dict[str, Link | None], path: Path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
-    title = f"all-reduce on {rows[0].size} ranks"
+    title = f"all-reduce on {counted(rows[0].size, 'rank')}"
     axes = figure.add_subplot(xlabel="bytes", ylabel="seconds", xscale="log", yscale="log", title=title)
     for algorithm, link in links.items():
         own = [row for row in rows if row.algorithm == algorithm]

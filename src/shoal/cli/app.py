@@ -5,52 +5,83 @@ from __future__ import annotations
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
+from shoal.cli.help import HELP_FLAGS, SHORT, HelpPage, usage_error
 from shoal.cli.models import evaluate, export, generate, import_, serve
+from shoal.cli.setup import completion, config
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 from shoal.runtime.openmp import sleep_sooner
 from shoal.runtime.startup import loading
 
+_DATA = Group("Prepare and train", sort_key=1)
+_MODEL = Group("Use a model", sort_key=2)
+_CHECK = Group("Check and measure", sort_key=3)
+_OTHER = Group("Other", sort_key=4)
+_COMMANDS = Group.create_default_commands()
+
 app = App(
     name="shoal",
-    help="Raw text to a trained GPT, from a laptop to many machines, and the run is never lost.",
+    help="Train a GPT from raw text, on a laptop or a cluster.\n\nStart with `shoal quickstart`.",
     version_flags=["--version"],
+    help_formatter=HelpPage(),
+    group_commands=_OTHER,
+    group_parameters=Group.create_default_parameters("Options"),
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
     suppress_keyboard_interrupt=False,  # __main__ says what stopped a command
 )
 app.command(
     "shoal.cli.train:train",
     name="train",
-    help="Train a GPT; run the same command again to resume.",
-    help_epilogue="Example: shoal train tiny --data datasets/my-text --nproc 2 --train.steps 500",
+    group=_DATA,
+    help_flags=HELP_FLAGS,
+    help_formatter=HelpPage(hidden=SHORT.values()),
+    help="Train a GPT or a classic network; run the same command again to resume.\n\n"
+    "The command is the same for one process, several (--nproc), several hosts (--nnodes, --rdzv), torchrun "
+    "and Slurm. A preset or file overrides the defaults of settings: `shoal config tiny` prints its "
+    "values.\n\n"
+    "Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.",
+    help_epilogue="Example: shoal train tiny --data datasets/my-text -o runs/first --steps 500\n\n"
+    "Example: shoal train my.toml --data datasets/my-text --nproc 4 --lr 3e-4 --model.n-layers 6",
 )
 app.command(
     "shoal.cli.train:parity",
     name="parity",
-    help="Compare layouts with one process, tensor by tensor: rounding, or a bug and where.",
-    help_epilogue='Example: shoal parity tiny --layouts "dp2, tp2, pp2, zero3x2"',
+    group=_CHECK,
+    help_flags=HELP_FLAGS,
+    help="Compare training under several layouts with one process, tensor by tensor.\n\n"
+    "Each difference is compared with the rounding error, which is measured by summing in another order. "
+    "Runs in fp32 on the CPU unless precision.dtype and runtime.device are set.\n\n"
+    "Exit status: 0 all differences are rounding, 1 a difference is larger or a rank failed, 2 bad input.",
+    help_epilogue='Example: shoal parity tiny --layouts "dp2, tp2, pp2, zero3x2" --json parity.json',
 )
 app.command(
     "shoal.cli.train:advise",
     name="advise",
-    help="Say which way to synchronise replicas pays on this link, and which would slow you down.\n\n"
-    "Measures the link, a replica's step and what each strategy computes; predicts compute + own work + the "
-    "communication that nothing hides. 'pays below': the bandwidth where it breaks even with all-reduce.",
-    help_epilogue="Example: shoal advise tiny --nproc 2\n\n"
-    "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms\n\n"
-    "Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50",
+    group=_CHECK,
+    help_flags=HELP_FLAGS,
+    help="Recommend a synchronisation strategy for a link, from measurements.\n\n"
+    "Measures the link, the step of one replica and the computation of each strategy. The predicted step "
+    "time is compute + the strategy's own computation + communication that is not overlapped. 'pays below' "
+    "is the bandwidth below which a strategy is faster than all-reduce.",
+    help_epilogue="Example: shoal advise tiny --nproc 2   (processes of this host)\n\n"
+    "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (eight hosts that are not at hand)\n\n"
+    "Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50   (step times of a run)\n\n"
+    "Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400 "
+    "-m shoal advise gpt2 --data DATASET   (the link between two hosts; run it on each)",
 )
-app.command(generate)
-app.command(evaluate)
-app.command(serve)
-app.command(export)
-app.command(import_, name="import")
+app.command(config, group=_DATA)
+app.command(generate, group=_MODEL)
+app.command(evaluate, group=_MODEL)
+app.command(serve, group=_MODEL)
+app.command(export, group=_MODEL)
+app.command(import_, name="import", group=_MODEL)
+app.command(completion)
 
 
-@app.command
+@app.command(group=_CHECK)
 def doctor(
     *,
     json: Path | None = None,
@@ -59,7 +90,7 @@ def doctor(
     node_rank: int | None = None,
     data: tuple[Path, ...] = (),
 ) -> int:
-    """Check this machine, or whether several can train together; say what to do.
+    """Check this machine for training, or several hosts for training together.
 
     Example: shoal doctor --json doctor.json
 
@@ -68,15 +99,15 @@ def doctor(
     Parameters
     ----------
     json
-        Write the findings to this file, too.
+        JSON file for the findings.
     nnodes
-        Hosts to check together; run the same command on each, in the folder where they will train.
+        Number of hosts to check together; run the same command on each, in the folder for training.
     rdzv
-        HOST:PORT at which the hosts meet: an address of the first one, with a port that is free there.
+        Address where the hosts meet, as HOST:PORT: the first host, and a port that is free there.
     node_rank
-        Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
+        Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     data
-        Dataset folders to look at; they should be the same on all hosts.
+        Dataset folders to check; with several hosts, also that they are the same on all.
     """
     from shoal.doctor.command import doctor as run
     from shoal.runtime.network import several_hosts
@@ -84,7 +115,7 @@ def doctor(
     return run(json, several_hosts(nnodes, rdzv, node_rank), data)
 
 
-@app.command
+@app.command(group=_DATA)
 def prepare(
     inputs: Annotated[tuple[str, ...], Parameter(name="INPUT", negative=())],
     /,
@@ -104,9 +135,9 @@ def prepare(
     workers: int | None = None,
     json: Path | None = None,
 ) -> None:
-    """Turn text, or labelled examples, into a dataset: plain files and a manifest in one folder.
+    """Prepare a dataset from text or labelled examples.
 
-    Stop it at any time and run the same command again: it continues. Run it once more: it does nothing.
+    An interrupted run continues when the same command is run again.
 
     Example: shoal prepare stdlib --output datasets/stdlib --vocab-size 4096
 
@@ -117,39 +148,39 @@ def prepare(
     Parameters
     ----------
     inputs
-        Files, folders or quoted globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv, .parquet; or
-        `stdlib`, the source text of this Python's standard library (12 MB, offline). Labelled examples:
-        .npz files (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST's IDX files, or
-        `random-images`, made up for timing.
+        Files, folders or quoted globs: .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv or .parquet. `stdlib`
+        is the source code of this Python's standard library (12 MB, offline). Labelled examples: .npz files
+        (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST IDX files, or
+        `random-images`.
     output
-        Folder of the dataset; new, or one that this command began.
+        Dataset folder to create, or to continue.
     tokenizer
-        bpe (trained on this text), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder
-        with one of them or with vocab.json and merges.txt.
+        bpe (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder with
+        one of these or with vocab.json and merges.txt.
     vocab_size
-        Ids of a trained bpe; 32000 if left out.
+        Vocabulary size for a newly trained BPE (default: 32000).
     split
-        Weights of train, validation and test, by document; by tokens where documents are too few.
+        Weights of the train, validation and test splits. Documents are split; with few documents, tokens.
     seed
-        Chooses which documents are held out, and the sample that a bpe is trained on.
+        Random seed for the held-out documents and for the sample that a BPE is trained on.
     text_key
-        Key, or column, that holds the text.
+        Key or column that holds the text.
     delim
-        Character between CSV fields; a comma, or a tab for .tsv, if left out.
+        Field delimiter of CSV files (default: a comma, or a tab for .tsv).
     separator
-        Text between the documents of a .txt file (\\n is a newline); each file is one document if left out.
+        Text between documents in a .txt file, with \\n for a newline (default: each file is one document).
     limit
-        Take only the first so many documents.
+        Use only the first N documents.
     validation
-        Files of the validation split, instead of a part of INPUT.
+        Files for the validation split, instead of a part of INPUT.
     test
-        Files of the test split, instead of a part of INPUT.
+        Files for the test split, instead of a part of INPUT.
     max_rejected_share
-        Stop if more than this share of the documents is broken; they are listed in rejects/.
+        Largest fraction of invalid documents before the command fails; rejects/ lists them.
     workers
-        Processes; as many as there are cores if left out. Never changes the result.
+        Number of processes (default: one per core). The result does not depend on it.
     json
-        Write the manifest and the speed to this file, too.
+        JSON file for the manifest and the speed.
     """
     from shoal.data.prepare.options import PrepareOptions
     from shoal.data.prepare.run import prepare_command
@@ -161,22 +192,27 @@ def prepare(
     prepare_command(chosen, json)
 
 
-checkpoint = App(name="checkpoint", help="List, verify, remove or bring together the checkpoints of a run.")
+checkpoint = App(
+    name="checkpoint",
+    group=_MODEL,
+    group_commands=_COMMANDS,
+    help="List, verify, remove or gather checkpoints.",
+)
 app.command(checkpoint)
 
 
 @checkpoint.command
 def ls(path: Path, *, json: Path | None = None) -> int:
-    """Print one line a checkpoint, newest first; every file is read and compared with its digest.
+    """List checkpoints, newest first, after verifying every file.
 
     Example: shoal checkpoint ls runs/first
 
     Parameters
     ----------
     path
-        A run folder, its checkpoints folder, or one checkpoint.
+        Run folder, checkpoints folder, or one checkpoint.
     json
-        Write the list to this file, too.
+        JSON file for the list.
     """
     from shoal.cli.checkpoint import list_checkpoints
 
@@ -185,16 +221,16 @@ def ls(path: Path, *, json: Path | None = None) -> int:
 
 @checkpoint.command
 def verify(path: Path) -> int:
-    """Say what is wrong with each checkpoint, and take back what was set aside and is whole.
+    """Verify every file of each checkpoint, and restore intact checkpoints that had been set aside.
 
-    Exit status: 0 all that are in use are good, 1 one is not, or none is in use.
+    Exit status: 0 all checkpoints in use are intact, 1 one is not, or none is in use.
 
     Example: shoal checkpoint verify runs/first/checkpoints/step-00000600
 
     Parameters
     ----------
     path
-        A run folder, its checkpoints folder, or one checkpoint.
+        Run folder, checkpoints folder, or one checkpoint.
     """
     from shoal.cli.checkpoint import verify_checkpoints
 
@@ -203,16 +239,16 @@ def verify(path: Path) -> int:
 
 @checkpoint.command
 def rm(path: Path, *, force: bool = False) -> int:
-    """Remove one checkpoint; the newest good one only with --force.
+    """Remove one checkpoint.
 
     Example: shoal checkpoint rm runs/first/checkpoints/step-00000600
 
     Parameters
     ----------
     path
-        The checkpoint's folder.
+        Checkpoint folder.
     force
-        Remove it even if it is the newest good one.
+        Remove the checkpoint even if it is the newest intact one.
     """
     from shoal.cli.checkpoint import remove_checkpoint
 
@@ -221,40 +257,40 @@ def rm(path: Path, *, force: bool = False) -> int:
 
 @checkpoint.command
 def gather(path: Path, folders: tuple[Path, ...], /) -> int:
-    """Make a checkpoint whole whose parts were kept by hosts without a shared folder.
+    """Complete a checkpoint whose parts are on several hosts without a shared folder.
 
-    Copy the checkpoints of the other hosts to this one first, into folders of their own.
+    First copy the checkpoints of the other hosts to this host, each into its own folder.
 
     Example: shoal checkpoint gather runs/first copies/south copies/east
 
     Parameters
     ----------
     path
-        A run folder (its newest checkpoint) or a checkpoint: this host's part, which becomes whole.
+        This host's part, which will be completed: a checkpoint, or a run folder (its newest checkpoint).
     folders
-        Where the other hosts' parts are: their run folders, checkpoints folders or checkpoints.
+        The other hosts' parts: run folders, checkpoints folders, or checkpoints.
     """
     from shoal.cli.checkpoint import gather_parts
 
     return gather_parts(path, folders)
 
 
-dataset = App(name="dataset", help="List, verify or show the datasets of `shoal prepare`.")
+dataset = App(name="dataset", group=_DATA, group_commands=_COMMANDS, help="List, verify or show datasets.")
 app.command(dataset)
 
 
 @dataset.command(name="ls")
 def ls_datasets(path: Path = Path("datasets"), *, json: Path | None = None) -> int:
-    """Print one line a dataset: what it holds, and whether its files have the sizes that they should.
+    """List datasets with their sizes, and check that their files are complete.
 
     Example: shoal dataset ls datasets
 
     Parameters
     ----------
     path
-        A dataset, or a folder of datasets.
+        Dataset, or folder of datasets.
     json
-        Write the list to this file, too.
+        JSON file for the list.
     """
     from shoal.data.commands import list_datasets
 
@@ -263,16 +299,18 @@ def ls_datasets(path: Path = Path("datasets"), *, json: Path | None = None) -> i
 
 @dataset.command(name="verify")
 def verify_datasets(path: Path, *, json: Path | None = None) -> int:
-    """Read every file again and say what is wrong; exit with 1 where anything is.
+    """Verify every file of a dataset against its digest.
+
+    Exit status: 0 all files are intact, 1 a file is not.
 
     Example: shoal dataset verify datasets/mine
 
     Parameters
     ----------
     path
-        A dataset, or a folder of datasets.
+        Dataset, or folder of datasets.
     json
-        Write what was found to this file, too.
+        JSON file for the findings.
     """
     from shoal.data.commands import verify_datasets as run
 
@@ -287,27 +325,32 @@ def show_dataset(
     split: Literal["train", "validation", "test"] = "train",
     json: Path | None = None,
 ) -> int:
-    """Print a dataset's splits, vocabulary, tokenizer and options, and a document's text and source.
+    """Show a dataset's splits, vocabulary, tokenizer and options, and the text and source of a document.
 
     Example: shoal dataset show datasets/mine --doc 0
 
     Parameters
     ----------
     path
-        The dataset's folder.
+        Dataset folder.
     doc
-        Number of a document of the split, from 0 (default: the beginning of the first one).
+        Number of a document in the split, from 0 (default: the beginning of document 0).
     split
-        Which split the document is of.
+        Split of the document.
     json
-        Write it to this file, too.
+        JSON file for what is shown.
     """
     from shoal.data.commands import show_dataset as run
 
     return run(path, doc, split, json)
 
 
-bench = App(name="bench", help="Measure how replicas, networks and frameworks really perform.")
+bench = App(
+    name="bench",
+    group=_CHECK,
+    group_commands=_COMMANDS,
+    help="Benchmark collectives and synchronisation strategies.",
+)
 app.command(bench)
 
 
@@ -322,10 +365,10 @@ def collectives(
     json: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Time each all-reduce by size, beside the back end's own; check its result; fit latency and bandwidth.
+    """Benchmark all-reduce algorithms by size, check their results, and fit latency and bandwidth.
 
-    Columns are those of nccl-tests: algbw is the tensor's bytes a second, busbw what the best algorithm
-    would send from each rank in that time, #wrong the elements that are not the exact sum.
+    The columns are those of nccl-tests. algbw: size / time. busbw: algbw x 2(n-1)/n, which can be compared
+    with the bandwidth of the link. #wrong: elements that differ from the exact sum.
 
     Example: shoal bench collectives --nproc 4 --sizes 64KB 64MB --plot collectives.png
 
@@ -334,20 +377,20 @@ def collectives(
     Parameters
     ----------
     nproc
-        Processes on this machine; 2 if left out. Under torchrun or srun theirs are used, on all hosts.
+        Number of processes on this host (default: 2). Under torchrun or srun, its ranks on all hosts.
     transport
-        torch: gloo between CPUs, NCCL between GPUs. mpi: the ranks that mpirun has started.
+        torch: gloo between CPUs, NCCL between GPUs. mpi: MPI between the ranks that mpirun has started.
     algorithms
-        Any of ring (whole tensors, as a first exercise), chunked_ring, tree, halving_doubling, hierarchical,
-        backend (the library's own). All if left out; hierarchical between several hosts only.
+        Algorithms: ring (whole tensors, for teaching), chunked_ring, tree, halving_doubling, hierarchical
+        (between several hosts), backend (all-reduce of gloo, NCCL or MPI). Default: all.
     sizes
-        Least and most bytes of a tensor; each size between is four times the one before.
+        Smallest and largest tensor in bytes; sizes grow by a factor of four.
     dtype
-        Format of the elements.
+        Data type of the elements.
     json
-        Write the table to this file, too.
+        JSON file for the table.
     plot
-        Draw times over sizes into this PNG.
+        PNG file for a plot of time over size.
     """
     with loading():
         from shoal.bench.collectives import command
@@ -369,12 +412,13 @@ def gradsync(
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     plot: Path | None = None,
 ) -> int:
-    """Train with each way for replicas to agree: seconds a mini-batch, bytes, waiting, loss.
+    """Benchmark training with each synchronisation strategy: step time, bytes sent, waiting time, loss.
 
-    Each row of the tables is a `shoal train` of its own, with the same weights at the start, the same data
-    order and the same global batch. Times are medians; the first steps, and a strategy's warm-up, count for
-    neither times nor bytes. Loss is that of the validation data, after all steps and after as many seconds
-    as the fastest took. What the rules refuse stands in its table with the reason.
+    Each row is a separate `shoal train` with the same initial weights, data order and global batch size.
+    Times are medians; the first steps and a strategy's warm-up are excluded from times and bytes. The
+    validation loss is reported after all steps, and after the time that the fastest strategy took.
+    Unsupported combinations are listed with the reason.
+
     Exit status: 0 done, 1 a training failed, 2 bad input.
 
     Example: shoal bench gradsync --networks gpt --workers 2 --strategies allreduce onebit diloco:every=20
@@ -384,27 +428,27 @@ def gradsync(
     Parameters
     ----------
     strategies
-        Names of sync.strategy, each with settings if need be: powersgd:rank=2, diloco:every=50,int8=true.
-        All if left out. Not said: warmup_steps is a tenth of the steps, every a quarter, at most 100.
+        Values of sync.strategy, optionally with settings: powersgd:rank=2, diloco:every=50,int8=true
+        (default: all). By default, warmup_steps is a tenth of the steps; every is a quarter, at most 100.
     workers
-        Numbers of processes. One trains without strategies, for comparison.
+        Numbers of processes. One process trains without a strategy, for comparison.
     networks
-        fcn-r (14M parameters), lstm (2M with the data made here), gpt (the preset tiny, 1M).
+        fcn-r (14M parameters), lstm (2M), gpt (1M; the preset tiny).
     link
-        local: all on this host. 100mbit, 1gbit, ...: two hosts, made of network namespaces, with so much
-        between them each way; hosts: as much as there is. This takes root, ip and tc.
+        Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
+        bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
     steps
-        Optimiser steps of each training.
+        Optimiser steps per training.
     global_batch_size
-        Samples a step, whatever the number of workers; 128, 64 and 16 for the three networks if left out.
+        Sequences per step over all workers (default: 128, 64 and 16 for the three networks).
     data
-        A dataset for each network, in the same order, or one for all; small ones are made if left out.
+        One dataset for all networks, or one per network in their order (default: small generated ones).
     runs
-        Keep the run folders here; the same command goes on with them where it was stopped.
+        Folder for the run folders; the same command resumes there.
     output
-        Write the record to this file: machine, versions, every sample. It grows as trainings end.
+        JSON file for the results with machine, versions and all samples, updated after each training.
     plot
-        Draw loss over seconds a mini-batch, with bytes as area, into this PNG.
+        PNG file for a plot of loss over step time, with bytes as area.
     """
     with loading():
         from shoal.bench.gradsync import GridOptions, command
@@ -413,16 +457,16 @@ def gradsync(
     return command(options, output, plot)
 
 
-@app.command
+@app.command(group=_DATA)
 def quickstart(*, output: Path = Path("quickstart")) -> None:
-    """See it all in three minutes, offline: real text, a trained GPT, a killed worker, the recovery.
+    """Demonstrate Shoal offline in three minutes: prepare text, train a GPT, recover from a killed worker.
 
     Example: shoal quickstart --output /tmp/quickstart
 
     Parameters
     ----------
     output
-        Folder for the dataset and the two runs.
+        Folder for the dataset and the runs.
     """
     from shoal.quickstart import quickstart as run
 
@@ -438,7 +482,7 @@ def main() -> None:
     try:
         status = app(result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        print(_usage_error(error), file=sys.stderr)
+        print(usage_error(error), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -447,14 +491,3 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(EXIT_FAILED)
     sys.exit(status if isinstance(status, int) else EXIT_DONE)
-
-
-def _usage_error(error: CycloptsError) -> str:
-    """Word a mistake on the command line like every other error."""
-    text = str(error)
-    problems: list[Any] = getattr(error.__cause__, "errors", list)()  # pydantic's, which is not imported here
-    if problems:
-        text = "; ".join(
-            f"--{'.'.join(map(str, p['loc']))} {p['input']}: {p['msg'].lower()}" for p in problems
-        )
-    return f"error: {text}\n  hint: see {' '.join(['shoal', *(error.command_chain or ())])} --help"

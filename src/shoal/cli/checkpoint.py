@@ -24,7 +24,15 @@ from shoal.checkpoint.manifest import (
     step_of,
     verify,
 )
-from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, ShoalError, UnreadableError
+from shoal.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    CheckpointError,
+    InputError,
+    ShoalError,
+    UnreadableError,
+    counted,
+)
 from shoal.runtime.files import alone_in, reading, write_json, write_text
 
 _SET_ASIDE = re.compile(r"bad-step-\d{8,12}(-\d+)?")
@@ -152,7 +160,8 @@ def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
         commit.adopt(checkpoint, name, source / name)
     whole = replace(manifest, files=manifest.files | wanted, elsewhere={})
     write_text(checkpoint / MANIFEST, whole.to_json())
-    print(f"{checkpoint}: {len(wanted)} files from {len(manifest.elsewhere)} host(s) added; it is whole")
+    added, hosts = counted(len(wanted), "file"), counted(len(manifest.elsewhere), "host")
+    print(f"{checkpoint}: {added} from {hosts} added; it is whole")
     return EXIT_DONE
 
 
@@ -194,7 +203,7 @@ def _row(checkpoint: Path) -> dict[str, Any]:
         row |= {"size_bytes": manifest.size_bytes, "created": manifest.created}
         row["holds"] = "weights" if manifest.weights_only else "all"
         if manifest.elsewhere:
-            row["holds"] += f", but for the part(s) of {', '.join(manifest.elsewhere)}"
+            row["holds"] += f", but for what is on {', '.join(manifest.elsewhere)}"
         row["loss"] = read_state(checkpoint).get("loss")
     except ShoalError:
         pass  # `problems` says it

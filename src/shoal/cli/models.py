@@ -1,4 +1,4 @@
-"""The commands for models that are trained: write, evaluate, hand over. Arguments and help only."""
+"""The commands for trained models: generate, evaluate, serve, export, import. Arguments and help only."""
 
 from __future__ import annotations
 
@@ -27,41 +27,43 @@ def generate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tp: int = 1,
 ) -> None:
-    """Continue a prompt, a file of prompts, or what is typed (no --prompt, no --input; `stop` alone ends).
+    """Generate from a prompt, a JSONL file, or interactively (type `stop` to quit).
 
     Example: shoal generate runs/first --prompt "def main(" --max-tokens 100 --temperature 0.8 --top-k 50
+
+    Example: shoal generate runs/first --input prompts.jsonl --output completions.jsonl --samples 4
 
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
+        Run folder (its newest intact checkpoint), checkpoint, or Hugging Face folder.
     prompt
-        Text to continue; an empty one starts a document.
+        Text to continue. An empty prompt starts a new document.
     input
-        JSONL file: one object a line, with the text under "prompt"; other keys are kept.
+        JSONL file with a prompt under "prompt" in each line; other keys are copied to the output.
     output
-        Where to write each line of --input with its "completions"; the screen if left out.
+        JSONL file for the lines of --input with their "completions" (default: the screen).
     samples
-        Continuations of each prompt.
+        Number of samples per prompt.
     max_tokens
-        New tokens at most; fewer where a document ends. Default: 256, or as many as the positions allow.
+        Maximum number of new tokens; generation ends earlier at the end of a document (default: 256, or
+        fewer where the model has fewer positions left).
     greedy
-        Always take the likeliest token.
+        Always choose the most likely token.
     temperature
-        Below 1 keeps closer to the likely, above 1 strays further.
+        Sampling temperature: below 1 favours likely tokens, above 1 unlikely ones.
     top_k
-        Choose among the k likeliest tokens only; 0 means all.
+        Sample among the K most likely tokens; 0 means all.
     top_p
-        Choose among the likeliest tokens that together exceed this probability only; 1 means all.
+        Sample among the most likely tokens whose probabilities add up to P; 1 means all.
     seed
-        Same seed, prompt number and sample number, same text, whatever else is in the batch.
+        Random seed. A prompt's text does not depend on the other prompts of the batch.
     batch_size
-        Rows computed at once.
+        Number of sequences generated at once.
     device
-        auto takes a CUDA device where there is one.
+        Device; auto chooses CUDA if available.
     tp
-        Processes that share the model, each with a part of every layer; the checkpoint may have been saved
-        under any layout.
+        Number of processes that share the model by tensor parallelism.
     """
     with loading():
         from shoal.infer.sampling import Sampling
@@ -82,20 +84,20 @@ def generate(
 
 
 def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove: bool = True) -> None:
-    """Make a folder that transformers loads without any code of ours, and prove that it computes the same.
+    """Export a model in Hugging Face format, and verify that transformers computes the same logits.
 
     Example: shoal export runs/first exported
 
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint) or a checkpoint, saved under any layout.
+        Run folder (its newest intact checkpoint) or checkpoint, from any layout.
     target
-        The new folder: weights as safetensors, configuration, tokenizer, model card, certificate.
+        Folder to create, with weights (safetensors), configuration, tokenizer, model card and certificate.
     to
-        hf: GPT2LMHeadModel or LlamaForCausalLM of transformers.
+        Format. hf: GPT2LMHeadModel or LlamaForCausalLM of transformers.
     prove
-        Load both, compare logits and loss, and write certificate.json; needs memory for two models.
+        Load both models, compare logits and loss, and write certificate.json; needs memory for two models.
     """
     with loading():
         from shoal.infer.certificate import certify
@@ -117,9 +119,9 @@ def import_(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
 ) -> None:
-    """Make a checkpoint of another program's: Hugging Face (GPT-2, Llama), nanoGPT, Megatron-LM of 2021.
+    """Import a checkpoint from Hugging Face (GPT-2, Llama), nanoGPT or Megatron-LM (2021).
 
-    Its optimiser's state comes along where the files hold it. Pickles are read without running anything.
+    Optimiser state is imported if present. Pickle files are read without executing code.
 
     Example: shoal import models/gpt2 imported   (then: shoal generate imported --prompt "Once")
 
@@ -128,19 +130,21 @@ def import_(
     Parameters
     ----------
     source
-        A Hugging Face folder, nanoGPT's ckpt.pt, or a folder of Megatron's with any number of mp_rank_NN.
+        Hugging Face folder, nanoGPT's ckpt.pt, or Megatron folder with any number of mp_rank_NN folders.
     target
-        The new checkpoint; `shoal train --init` starts from it, with --init-optimizer as training went on.
+        Checkpoint to create, for `shoal generate` or `shoal train --init`.
     n_heads
-        Attention heads, which Megatron's files do not tell.
+        Number of attention heads; needed for Megatron, whose files do not contain it.
     vocab_size
-        True vocabulary size, which Megatron's files do not tell; the padding after it is dropped.
+        Vocabulary size without padding; needed for Megatron, whose files do not contain it.
     iteration
-        Which of Megatron's iterations; the latest if left out.
+        Megatron iteration to import (default: the latest).
     tokenizer
-        A tokenizer.json, a SentencePiece .model, or a folder with one or with vocab.json and merges.txt.
+        A tokenizer.json, a SentencePiece .model, or a folder with one of these or with vocab.json and
+        merges.txt.
     eod_id
-        Id that ends a document; the tokenizer's, the configuration's, or the last one if left out.
+        Id of the end-of-document token (default: that of the tokenizer or the configuration, else the last
+        id).
     """
     with loading():
         from shoal.interop.foreign import Told
@@ -170,10 +174,10 @@ def evaluate(
     nproc: int = 0,
     json: Path | None = None,
 ) -> None:
-    """Measure perplexity and bits per byte, WikiText's perplexity by words, LAMBADA's last words.
+    """Evaluate perplexity and bits per byte, WikiText, LAMBADA, or lm-evaluation-harness tasks.
 
-    Left without a text it takes the validation split of what the model was trained on. Every token is
-    scored once, given the tokens before it in its window; the table is written as JSON beside the checkpoint.
+    Without a text, the validation split of the model's training data is used. Each token is scored once,
+    given the previous tokens of its window. Results are also written as JSON beside the checkpoint.
 
     Example: shoal evaluate runs/first
 
@@ -186,40 +190,41 @@ def evaluate(
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
+        Run folder (its newest intact checkpoint), checkpoint, or Hugging Face folder.
     text
-        A UTF-8 file, taken as one document.
+        UTF-8 text file, scored as one document.
     wikitext
-        A file of WikiText; its word cutting is undone, and its own words are counted.
+        WikiText file. It is detokenised; perplexity is per word of the original file.
     lambada
-        JSON lines with the passage under "text"; the whole last word must be the likeliest.
+        JSONL file with a passage under "text" in each line. A passage counts as correct if the model's most
+        likely continuation is its last word.
     data
-        A dataset of `shoal prepare` with the model's tokenizer.
+        Dataset that has the model's tokenizer.
     tasks
-        Tasks of lm-evaluation-harness, with commas between them; most fetch their data from the network.
+        Tasks of lm-evaluation-harness, separated by commas. Most download their data.
     task_folder
-        A folder with the YAML files of more such tasks.
+        Folder with YAML files of additional tasks.
     limit
-        Examples of each task; all if left out.
+        Number of examples per task (default: all).
     allow_tokenizer_mismatch
-        Warn only, where the dataset has another tokenizer of the same size.
+        Warn, instead of failing, about a different tokenizer of the same size.
     split
-        Which split of the dataset.
+        Split of the dataset.
     seq_len
-        Tokens in a window; as many as the model has positions if left out.
+        Window length in tokens (default: the model's number of positions).
     stride
-        Tokens between the begins of two windows; a smaller one gives more context and takes longer. As
-        many as seq_len if left out.
+        Tokens between the starts of consecutive windows (default: --seq-len). A smaller stride gives each
+        token more context, and takes longer.
     batch_size
-        Windows computed at once.
+        Number of windows computed at once.
     device
-        auto takes a CUDA device where there is one.
+        Device; auto chooses CUDA if available.
     tp
-        Processes that share the model, each with a part of every layer.
+        Number of processes that share the model by tensor parallelism.
     nproc
-        Processes in all, a multiple of tp; the windows are shared out. Figures change by rounding at most.
+        Total number of processes, a multiple of --tp; the windows are divided among them (default: --tp).
     json
-        Write the figures to this file instead.
+        JSON file for the results, instead of the one beside the checkpoint.
     """
     with loading():
         from shoal.infer.evaluate import run
@@ -244,10 +249,10 @@ def serve(
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Answer requests for text over HTTP, as OpenAI's completions do, with a page to try the model at /.
+    """Serve a model over HTTP with an OpenAI-compatible completions API, and a web page at /.
 
-    Requests are computed together as they come. Streams, several prompts and samples, stop texts and seeds
-    are done; log-probabilities and penalties are refused. Ctrl-C stops.
+    Requests are batched continuously. Streaming, several prompts and samples, stop sequences and seeds are
+    supported; log-probabilities and penalties are rejected. Press Ctrl-C to stop.
 
     Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
 
@@ -256,23 +261,23 @@ def serve(
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
+        Run folder (its newest intact checkpoint), checkpoint, or Hugging Face folder.
     host
-        Address to listen on; any but this machine's own needs a token.
+        Address to listen on. Addresses other than this host's own need --token-file.
     port
-        Port to listen on; 0 takes a free one.
+        Port to listen on; 0 chooses a free one.
     token_file
-        File with the word that clients must send: their API key.
+        File with the API key that clients must send.
     batch_size
-        Texts computed at a time; each takes memory for --max-len tokens.
+        Number of sequences generated at once; each needs memory for --max-len tokens.
     max_len
-        Tokens of a text, its prompt included; as many as the model has positions if left out.
+        Maximum tokens per sequence, prompt included (default: the model's number of positions).
     max_waiting
-        Texts that may wait for that; more are refused for the moment (429).
+        Maximum number of waiting sequences; further ones are rejected with status 429.
     time_limit
-        Seconds until an answer must be complete, waiting included.
+        Time limit per request in seconds, waiting included.
     device
-        auto takes a CUDA device where there is one.
+        Device; auto chooses CUDA if available.
     """
     try:
         with loading():

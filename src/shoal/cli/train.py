@@ -6,13 +6,19 @@ import gc
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
+from shoal.cli.help import RUN_DIR, SETTINGS, SHORT
 from shoal.config.layout import Layout, parse_layout, settings_of
 from shoal.config.load import load_config
 from shoal.config.sections import Config
 from shoal.errors import InputError
 from shoal.runtime.startup import announce_loading, loading
+
+_RANKS = Group("Processes and hosts", sort_key=1)
+_START = Group("Start and stop", sort_key=2)
+_SETTINGS = Group(SETTINGS, sort_key=3)
+Settings = Annotated[Config | None, Parameter(name="*", group=_SETTINGS)]
 
 
 def train(
@@ -20,64 +26,69 @@ def train(
     /,
     *,
     data: tuple[Path, ...] = (),
-    run_dir: Path | None = None,
-    layout: str | None = None,
-    nproc: int | None = None,
-    max_restarts: int | None = None,
-    nnodes: int = 1,
-    rdzv: str | None = None,
-    node_rank: int | None = None,
-    init: Path | None = None,
-    init_optimizer: bool = False,
-    allow_tokenizer_mismatch: bool = False,
-    max_time: float | None = None,
-    stop_after: int | None = None,
-    settings: Annotated[Config | None, Parameter(name="*")] = None,
+    run_dir: Annotated[Path | None, Parameter(name=RUN_DIR)] = None,
+    steps: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    nproc: Annotated[int | None, Parameter(group=_RANKS)] = None,
+    layout: Annotated[str | None, Parameter(group=_RANKS)] = None,
+    max_restarts: Annotated[int | None, Parameter(group=_RANKS)] = None,
+    nnodes: Annotated[int, Parameter(group=_RANKS)] = 1,
+    rdzv: Annotated[str | None, Parameter(group=_RANKS)] = None,
+    node_rank: Annotated[int | None, Parameter(group=_RANKS)] = None,
+    init: Annotated[Path | None, Parameter(group=_START)] = None,
+    init_optimizer: Annotated[bool, Parameter(group=_START)] = False,
+    allow_tokenizer_mismatch: Annotated[bool, Parameter(group=_START)] = False,
+    max_time: Annotated[float | None, Parameter(group=_START)] = None,
+    stop_after: Annotated[int | None, Parameter(group=_START)] = None,
+    settings: Settings = None,
 ) -> int:
-    """Train a GPT, or a classic network, from a configuration; run the same command again to resume.
-
-    The same command serves one process and many: start it alone, with --nproc, on several hosts with --nnodes
-    and --rdzv, under torchrun or in a Slurm job.
-    Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.
-
-    Example: shoal train tiny --data datasets/my-text --run-dir runs/first --nproc 2 --train.steps 500
-
-    Example: shoal train fcn-r --data datasets/mnist --nproc 4
+    """Train a GPT or a classic network; run the same command again to resume.
 
     Parameters
     ----------
     config
-        A TOML file, or the name of a preset: tiny, gpt2, llama-160m, ...; for labelled examples fcn-r.
+        Preset (tiny, gpt2, llama-160m, ...) or TOML file.
     data
-        Dataset folders made by `shoal prepare`; several are mixed, by data.weights or by their size.
+        Dataset folders made by `shoal prepare`. Several are mixed by size, or by data.weights.
     run_dir
-        Folder of the run: settings, metrics, checkpoints. Default: runs/CONFIG-DATASET.
-    layout
-        How to cut model and batch, in words such as tp2*dp2 (docs/layouts.md); also starts that many workers.
+        Folder for settings, metrics and checkpoints (default: runs/CONFIG-DATASET).
+    steps
+        Optimiser steps in total; short for --train.steps.
+    lr
+        Peak learning rate; short for --optimizer.lr.
+    batch_size
+        Sequences per optimiser step, over all processes; short for --train.global-batch-size.
+    seq_len
+        Tokens per training sequence; short for --train.seq-len.
     nproc
-        Worker processes on this machine, each with its own device or share of the cores. Default: 1.
+        Worker processes on this host (default: 1, or as many as --layout needs).
+    layout
+        Parallel layout, such as dp4, tp2*dp2 or zero3x4; see docs/layouts.md.
     max_restarts
-        How often to start again after a rank has failed. Default: 3 with --nproc or --nnodes above 1.
+        Restarts after a rank has failed (default: 3 with several processes, else 0).
     nnodes
-        Hosts that train together; run the same command on each of them.
+        Number of hosts; run the same command on each.
     rdzv
-        HOST:PORT at which the hosts meet: an address of the first one, with a port that is free there.
+        Address where the hosts meet, as HOST:PORT: the first host, and a port that is free there.
     node_rank
-        Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
+        Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     init
-        Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
+        Run or checkpoint whose weights a new run starts from.
     init_optimizer
-        With --init: keep the optimiser's moments too.
+        With --init, also keep the optimiser's moments.
     allow_tokenizer_mismatch
-        Warn only, where datasets, or the checkpoint of --init, have another tokenizer of the same size.
+        Warn, instead of failing, about a different tokenizer of the same size.
     max_time
-        Save and exit with status 75 after this many seconds.
+        Seconds after which to save and exit with status 75.
     stop_after
-        Save and exit with status 75 after this step, keeping the schedule of the full run.
+        Step after which to save and exit with status 75; the schedule stays that of the full run.
     settings
-        Any setting of the configuration, as --section.field VALUE; it wins over the file.
+        Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
+    _add_short(overrides, {"steps": steps, "lr": lr, "batch_size": batch_size, "seq_len": seq_len})
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
@@ -101,32 +112,26 @@ def parity(
     reference: str = "1",
     steps: int = 5,
     json: Path | None = None,
-    settings: Annotated[Config | None, Parameter(name="*")] = None,
+    settings: Settings = None,
 ) -> int:
-    """Train a few steps under several layouts and compare them, tensor by tensor, with one process.
-
-    Each difference is judged against a rounding floor, measured by adding up in another order. In fp32 and
-    on the CPU, unless precision.dtype and runtime.device say otherwise.
-    Exit status: 0 all differences are rounding, 1 one is a bug (or a rank failed), 2 bad input.
-
-    Example: shoal parity tiny --layouts "dp2, tp2+sp, pp2*dp2, zero3x2" --json parity.json
+    """Compare training under several layouts with one process, tensor by tensor.
 
     Parameters
     ----------
     config
-        A TOML file, or the name of a preset: tiny, tiny-llama, gpt2, gpt2-medium, llama-160m, ...
+        Preset (tiny, gpt2, llama-160m, ...) or TOML file.
     layouts
-        Layouts in words, with commas between: dp2, zero3x4, tp2, tp2+sp, pp2, pp2+gpipe; * joins them.
+        Layouts to test, separated by commas, such as "dp2, zero3x4, tp2+sp, pp2*dp2"; see docs/layouts.md.
     data
-        Dataset folders; a small one is made for the occasion if left out.
+        Dataset folders (default: a small random dataset).
     reference
-        Layout to compare with; 1 is one process. Name another one where the model is too large for one.
+        Layout to compare with. The default, 1, is one process; use another if the model needs several.
     steps
-        Optimiser steps under each layout.
+        Optimiser steps per layout.
     json
-        Write all differences and verdicts to this file, too.
+        JSON file for all differences and verdicts.
     settings
-        Any setting of the configuration, as --section.field VALUE; it wins over the file.
+        Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
     resolved = load_config(config, _given(settings, data, None, None))
     with loading():
@@ -147,47 +152,35 @@ def advise(
     seconds: float = 20.0,
     data: tuple[Path, ...] = (),
     json: Path | None = None,
-    settings: Annotated[Config | None, Parameter(name="*")] = None,
+    settings: Settings = None,
 ) -> int:
-    """Say which way to synchronise replicas pays on this link, and which would slow you down.
-
-    Measures the link and a few steps of a replica, times what each strategy computes, and predicts its step:
-    compute + its own work + the communication that nothing hides. "pays below" is the bandwidth at which a
-    strategy breaks even with plain all-reduce; a fast link wants all-reduce, a slow one something else.
-
-    Example: shoal advise tiny --nproc 2   (between processes of this machine)
-
-    Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (eight hosts that are not here)
-
-    Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50   (the pace of a run)
-
-    Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400
-    -m shoal advise gpt2 --data DATASET   (the link between hosts, on each of them)
+    """Recommend a synchronisation strategy for a link, from measurements.
 
     Parameters
     ----------
     config
-        A TOML file, the name of a preset, or a run folder, whose steps are then read instead of measured.
+        Preset, TOML file, or run folder, whose recorded step times are used.
     nproc
-        Processes of this machine that measure, at the same time. Left out: as many as the layout, or one with
-        --link. Under torchrun or srun theirs are used, on all hosts.
+        Processes that measure on this host (default: as many as --layout has, or 1 with --link). Under
+        torchrun or srun, its ranks measure.
     layout
-        What is planned, as dp4 or dp2*zero2x2; left out, nproc plain replicas (2, or as many as a run had).
+        Layout to predict for, such as dp4 or dp2*zero2x2 (default: 2 plain replicas, or those of the run).
     hosts
-        Hosts that share the replicas; left out, those found, or each replica behind a link of its own.
+        Hosts that share the replicas (default: those found, or one host for each replica).
     link
-        Bandwidth one way and latency, as 100mbit or 1gbit,0.2ms, instead of measuring it (latency: 0.1 ms).
+        Bandwidth per direction and latency, such as 100mbit or 1gbit,0.2ms (default: measured; latency:
+        0.1 ms).
     step_ms
-        A replica's step without communication, instead of measuring it.
+        Step time of a replica without communication, in milliseconds (default: measured).
     seconds
-        Time for the link, at most.
+        Longest time for measuring the link, in seconds.
     data
-        Dataset folders; random tokens of a small vocabulary if left out.
+        Dataset folders (default: random tokens).
     json
-        Write all predictions to this file, too.
+        JSON file for all predictions.
     settings
-        Any setting of the configuration, as --section.field VALUE. Each strategy takes those of the section
-        sync that it reads.
+        Any setting of the configuration, as --section.field VALUE; overrides the file. Each strategy uses
+        those of the section sync that apply to it.
     """
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
@@ -212,6 +205,18 @@ def _load(workers: int, *, launching: bool) -> None:
     if launching and read_rank_info() is None and (group is None or group.size > 1):
         load()
     keep_memory()
+
+
+def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:
+    """Add what options with short names set; the long name beside it is an error."""
+    for short, value in given.items():
+        section, _, field = SHORT[short].partition(".")
+        if value is None:
+            continue
+        if field in overrides.setdefault(section, {}):
+            names = (f"--{name.replace('_', '-')}" for name in (short, SHORT[short]))
+            raise InputError(f"{' and '.join(names)} set the same value", hint="leave one of the two out")
+        overrides[section][field] = value
 
 
 def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.config.sections import Parallel
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 _SIZE = r"([1-9]\d*)"
@@ -82,8 +82,8 @@ def resolve_layout(parallel: Parallel, world_size: int) -> Layout:
         unit = parallel.tp * parallel.pp
         near = " or ".join(str(n) for n in (world_size - rest, world_size - rest + unit) if n)
         raise ConfigError(
-            f"{world_size} process(es) cannot be laid out with parallel.tp = {parallel.tp} and parallel.pp = "
-            f"{parallel.pp}: the product {unit} does not divide them",
+            f"{counted(world_size, 'process')} cannot be laid out with parallel.tp = {parallel.tp} and "
+            f"parallel.pp = {parallel.pp}: the product {unit} does not divide them",
             hint=f"start {near} processes (--nproc)",
         )
     if parallel.dp_shard and not parallel.zero:
@@ -95,8 +95,8 @@ def resolve_layout(parallel: Parallel, world_size: int) -> Layout:
     if dp % shard:
         allowed = [n for n in range(1, dp + 1) if dp % n == 0]
         raise ConfigError(
-            f"parallel.dp_shard = {shard} does not divide the {dp} data-parallel process(es) that tp and pp "
-            "leave",
+            f"parallel.dp_shard = {shard} does not divide the "
+            f"{counted(dp, 'data-parallel process')} that tp and pp leave",
             hint=f"use parallel.dp_shard = {', '.join(map(str, allowed))}, or 0 for all of them",
         )
     return Layout(

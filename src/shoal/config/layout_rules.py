@@ -9,7 +9,7 @@ from shoal.config.layout import Layout
 from shoal.config.load import differences
 from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 
 
 class Shape(Protocol):
@@ -132,9 +132,9 @@ def _stages(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
     if split and (len(split) != parts or sum(split) != shape.n_layers):
         even = ", ".join(map(str, cut_evenly(shape.n_layers, parts)))
         yield (
-            f"parallel.split = {list(split)} names {len(split)} part(s) with {sum(split)} layers; "
-            f"parallel.pp = {layout.pp} with schedule {layout.schedule} needs {parts} part(s) with "
-            f"model.n_layers = {shape.n_layers}",
+            f"parallel.split = {list(split)} names {counted(len(split), 'part')} with "
+            f"{counted(sum(split), 'layer')}; parallel.pp = {layout.pp} with schedule {layout.schedule} "
+            f"needs {counted(parts, 'part')} with model.n_layers = {shape.n_layers}",
             f"use parallel.split = [{even}], or leave it out",
         )
     if 0 in split or parts > shape.n_layers:
@@ -151,7 +151,7 @@ def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Pro
     if layout.pp == 1:
         return
     if layout.schedule == "1f1b" and count < unit:
-        problem = f"schedule 1f1b fills {unit} stages with {count} micro-batch(es)"
+        problem = f"schedule 1f1b fills {unit} stages with {counted(count, 'micro-batch')}"
     elif layout.schedule in ("interleaved", "zero_bubble") and count % unit:
         problem = f"schedule {layout.schedule} takes micro-batches in rounds of {unit}, and there are {count}"
     else:
@@ -166,7 +166,7 @@ def _micro_batches(config: Config, layout: Layout, shape: Shape) -> Iterator[Pro
     yield (
         f"parallel.pp = {layout.pp}: {problem} (train.global_batch_size = {config.train.global_batch_size}, "
         f"micro_batch_size = {config.train.micro_batch_size}, "
-        f"{layout.batch_parts} data-parallel process(es))",
+        f"{counted(layout.batch_parts, 'data-parallel process')})",
         hint + ", or parallel.schedule = gpipe",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.config.sections import Config, Runtime
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 
 
 def divisors_near(value: int, total: int) -> str:
@@ -23,7 +23,7 @@ def check(config: Config, dp: int) -> None:
     weights, datasets = config.data.weights, config.data.datasets
     if weights and len(weights) != len(datasets):
         raise ConfigError(
-            f"data.weights has {len(weights)} values for {len(datasets)} dataset(s)",
+            f"data.weights has {counted(len(weights), 'value')} for {counted(len(datasets), 'dataset')}",
             hint="give one weight for each dataset, or none",
         )
 
@@ -56,8 +56,9 @@ def _check_batch(config: Config, dp: int) -> None:
     share = total // dp
     if share % micro:
         raise ConfigError(
-            f"train.micro_batch_size = {micro} does not divide a rank's share of {share} sequences "
-            f"(train.global_batch_size = {total} on {dp} data-parallel rank(s))",
+            f"train.micro_batch_size = {micro} does not divide a rank's share of "
+            f"{counted(share, 'sequence')} (train.global_batch_size = {total} on "
+            f"{counted(dp, 'data-parallel rank')})",
             hint=f"use train.micro_batch_size = {divisors_near(micro, share)}, "
             f"or train.global_batch_size = {max(1, total // (micro * dp)) * micro * dp}",
         )
@@ -83,7 +84,11 @@ def _check_lengths(config: Config) -> None:
     value = schedule.warmup_fraction if given is None else given
     warmup = value * decay if given is None else value
     if warmup > min(decay, steps):
-        ends = f"the schedule, which ends at step {decay}" if decay <= steps else f"the run of {steps} steps"
+        ends = (
+            f"the schedule, which ends at step {decay}"
+            if decay <= steps
+            else f"the run of {counted(steps, 'step')}"
+        )
         raise ConfigError(
             f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
             hint="use fewer warm-up steps or more train.steps",

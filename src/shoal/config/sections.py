@@ -1,4 +1,5 @@
-"""The typed sections of a configuration. A field's docstring is its documentation and its `--help`.
+"""The typed sections of a configuration. A field's docstring is its documentation and its `--help`, in brief
+its first sentence.
 
 Sections are frozen and strict: an unknown key is an error. Rules that tie several fields together live in
 `config.rules`, so that a section can be built from a few overrides alone.
@@ -20,19 +21,20 @@ from pydantic import (
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown keys and documents each field by its docstring."""
+    """Base of all sections: frozen, without unknown keys, each field documented by its docstring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Model(Section):
-    """The network that is trained, and the shape of a decoder."""
+    """Network to train, and the shape of a decoder."""
 
     network: str = "decoder"
-    """decoder: a GPT. Otherwise a described network, by name (fcn-r, alexnet-r, resnet-56, lstm, ...) or as a
-    TOML file; its form is fixed, and the settings that follow are for decoders."""
+    """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or a
+    TOML file that describes one. Described networks ignore the other model settings."""
     style: Literal["gpt2", "llama"] = "gpt2"
-    """gpt2: learned positions, LayerNorm, GELU-tanh, biases. llama: RoPE, RMSNorm, SwiGLU, no biases."""
+    """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
+    RoPE, RMSNorm, SwiGLU, no biases."""
     n_layers: PositiveInt = 12
     """Number of transformer blocks."""
     d_model: PositiveInt = 768
@@ -42,97 +44,102 @@ class Model(Section):
     n_kv_heads: NonNegativeInt = 0
     """Number of key and value heads (grouped-query attention); 0 means n_heads."""
     d_ff: NonNegativeInt = 0
-    """Width of the MLP; 0 means 4 d_model (gpt2), or 8/3 d_model rounded up to a multiple of 128 (llama)."""
+    """Width of the MLP; 0 means 4 x d_model (gpt2), or 8/3 x d_model rounded up to a multiple of 128
+    (llama)."""
     max_seq_len: PositiveInt = 1024
-    """Positions the model can hold: rows of the learned position table, or the length RoPE is meant for."""
+    """Maximum sequence length in tokens: the number of learned positions (gpt2), or the length that RoPE is
+    meant for (llama)."""
     vocab_size: NonNegativeInt = 0
-    """True vocabulary size; 0 takes the dataset's."""
+    """Vocabulary size without padding; 0 means that of the dataset."""
     pad_vocab_multiple: PositiveInt = 128
-    """The vocabulary is padded to a multiple of this, whatever the layout; padded rows are masked."""
+    """Multiple to which the vocabulary is padded, under every layout; padded rows are masked."""
     tie_embeddings: bool | None = None
-    """Share the token embedding with the output head; unset means true for gpt2, false for llama."""
+    """Share the token embedding with the output head; unset means true for gpt2 and false for llama."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in LayerNorm and RMSNorm."""
+    """Epsilon of LayerNorm and RMSNorm."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position angles (llama)."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on embeddings and on the output of attention and MLP."""
+    """Dropout probability on embeddings and on the outputs of attention and MLP."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on attention probabilities; uses plain attention instead of the fused kernel."""
+    """Dropout probability on attention weights. Above 0, plain attention replaces the fused kernel."""
 
 
 class Data(Section):
-    """What is trained on."""
+    """Training data."""
 
     datasets: tuple[str, ...] = ()
-    """Dataset folders made by `shoal prepare`; --data replaces them."""
+    """Dataset folders made by `shoal prepare`; overridden by --data."""
     weights: tuple[PositiveFloat, ...] = ()
-    """Sampling weight of each dataset; empty means every window of every dataset once an epoch."""
+    """Sampling weight of each dataset; empty means one pass over all datasets per epoch."""
     reset_documents: bool = False
-    """Attention sees only its own document, and positions restart with each document."""
+    """Restrict attention to the token's own document, and restart positions at each document."""
     verify: Literal["once", "full", "off"] = "once"
-    """Compare the files' contents with their digests. once: in the background of the first steps, unless an
-    earlier start did and the files are the same by size and time. full: before step 1 of every start."""
+    """Verification of the data files against their digests. once: in the background of the first steps,
+    skipped if the files were verified before and their size and time are unchanged. full: before the first
+    step of every start."""
     allow_tokenizer_mismatch: bool = False
-    """Go on, with a warning, where datasets, or the checkpoint of --init, have another tokenizer."""
+    """Warn, instead of failing, about datasets or an --init checkpoint with a different tokenizer."""
 
 
 class Train(Section):
-    """Length, batch and seed of the run."""
+    """Length, batch size and seed of the run."""
 
     steps: PositiveInt = 1000
-    """Optimiser steps in all."""
+    """Optimiser steps in total."""
     global_batch_size: PositiveInt = 32
-    """Sequences per optimiser step over the whole job, whatever the number of processes."""
+    """Sequences per optimiser step, over all processes."""
     micro_batch_size: PositiveInt = 8
-    """Sequences per forward pass on one process; accumulation follows from it."""
+    """Sequences per forward pass on one process. Gradients are accumulated up to global_batch_size."""
     seq_len: PositiveInt = 256
     """Tokens per training sequence."""
     seed: NonNegativeInt = 1234
-    """Determines initial weights, data order and dropout."""
+    """Random seed for initial weights, data order and dropout."""
     log_every: PositiveInt = 10
-    """Print a line every this many steps; metrics.jsonl has every step."""
+    """Steps between printed lines; metrics.jsonl contains every step."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Where each line of metrics.jsonl goes as well; each needs the extra of its name."""
+    """Additional loggers; each needs the extra of the same name."""
     project: str = "shoal"
-    """Project that the run belongs to at wandb and trackio."""
+    """Project name at wandb and trackio."""
     profile: tuple[PositiveInt, ...] = ()
-    """First and last step of a torch profiler trace, written into the run folder; empty means none."""
+    """First and last step of a torch.profiler trace, written into the run folder; empty means no trace."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again to save memory: full keeps only what enters each chunk of layers,
-    selective keeps the matrix products and repeats norms, activations and attention."""
+    """Activation recomputation in the backward pass, which saves memory. full: only the input of each chunk
+    of layers is kept. selective: matrix products are kept; norms, activations and attention are
+    recomputed."""
     recompute_layers: PositiveInt = 1
-    """Layers in each chunk of recompute = full."""
+    """Layers per chunk with recompute = full."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation.
-    A decoder's loss is always compiled on a GPU, where its separate steps would each read all logits."""
+    """Compilation of the blocks with torch.compile. auto: if the run is long enough to save more time than
+    compilation takes. On GPUs, the loss of a decoder is compiled in every case."""
     deterministic: bool = False
-    """Only GPU kernels that give the same bits in every run: attention's usual backward adds in any order."""
+    """Use only GPU kernels with bitwise reproducible results. Attention is slower."""
 
 
 class Optimizer(Section):
-    """Weight decay touches matrices and embeddings, never biases and norms; with sgd it is the L2 term."""
+    """Optimiser. Weight decay applies to matrices and embeddings, not to biases and norms."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """muon: momentum made orthogonal for the matrices of the blocks, AdamW for everything else."""
+    """Optimiser. muon: orthogonalised momentum for the matrices of the blocks, AdamW for all other
+    parameters."""
     lr: PositiveFloat = 6e-4
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of AdamW's first moment."""
+    """Decay rate of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of AdamW's second moment."""
+    """Decay rate of AdamW's second moment."""
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Momentum of sgd and muon; muon's is Nesterov's."""
+    """Momentum of sgd, and Nesterov momentum of muon."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon of AdamW."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay, decoupled but for sgd."""
+    """Weight decay; decoupled, except with sgd, where it is an L2 penalty."""
     clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
 
 
 class Schedule(Section):
-    """Linear warm-up to the peak, a decay that ends at min_lr, then min_lr for ever."""
+    """Learning rate schedule: linear warm-up to the peak, decay to min_lr, then constant min_lr."""
 
     kind: Literal[
         "cosine",
@@ -144,47 +151,49 @@ class Schedule(Section):
         "megatron_linear",
         "megatron_constant",
     ] = "cosine"
-    """wsd: warm-up, stable at the peak, linear decay at the end. megatron_*: the rule of Megatron-LM of 2021,
-    which counts only steps that were taken, starts at 0, and neither ends at min_lr nor stays there."""
+    """Learning rate schedule. wsd: warm-up, constant, linear decay at the end. megatron_*: as in Megatron-LM
+    (2021): the first learning rate is 0, skipped steps do not count, and min_lr and the constant end do not
+    apply."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up, the first with lr = peak / warmup_steps; unset means warmup_fraction."""
+    """Steps of linear warm-up, the first with peak / warmup_steps; unset means warmup_fraction."""
     warmup_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Warm-up as a fraction of decay_steps, where warmup_steps is not set."""
+    """Warm-up as a fraction of decay_steps, if warmup_steps is unset."""
     decay_steps: NonNegativeInt = 0
     """Step at which the decay reaches min_lr; 0 means train.steps."""
     wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Last part of decay_steps in which wsd decays."""
+    """Final fraction of decay_steps in which wsd decays."""
     min_lr: NonNegativeFloat | None = None
-    """Learning rate at the end of the decay and after it; unset means a tenth of the peak for cosine, linear
-    and wsd, 0 for inverse_sqrt. constant and megatron_* do not read it."""
+    """Learning rate from the end of the decay; unset means a tenth of the peak (cosine, linear, wsd) or 0
+    (inverse_sqrt). Not used by constant and megatron_*."""
 
 
 class Precision(Section):
-    """Number format of the matrix products; weights and optimiser state are fp32."""
+    """Number formats. Weights and optimiser state are fp32."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: bf16 where the selected device has it natively, else fp32."""
+    """Number format of matrix products. auto: bf16 if the device supports it natively, otherwise fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are sent between replicas."""
+    """Number format of gradients that are sent between replicas."""
     loss_scale: PositiveFloat | None = None
-    """fp16: a fixed loss scale; unset means a dynamic one."""
+    """Constant loss scale (fp16); unset means dynamic."""
     initial_scale: PositiveFloat = 65536.0
-    """fp16: where the dynamic scale starts."""
+    """Initial dynamic loss scale (fp16)."""
     scale_window: PositiveInt = 1000
-    """fp16: steps without overflow after which the dynamic scale doubles."""
+    """Steps without overflow after which the dynamic loss scale doubles (fp16)."""
     hysteresis: PositiveInt = 2
-    """fp16: the overflow, counted since the scale last grew, from which on each one halves the scale."""
+    """Overflows needed to halve the dynamic loss scale, counted since it last grew; each later one halves it
+    again (fp16)."""
     min_scale: PositiveFloat = 1.0
-    """fp16: the dynamic scale never falls below this; an overflow there is for the guard to judge."""
+    """Minimum dynamic loss scale (fp16). An overflow at this scale is handled by guard.nonfinite."""
 
 
 class Eval(Section):
     """Validation during training, on a fixed sample of the validation split."""
 
     every: NonNegativeInt = 100
-    """Validate every this many steps; 0 means never."""
+    """Steps between validations; 0 means never."""
     sequences: PositiveInt = 64
-    """Sequences per validation (fewer where the split holds fewer); the test split uses the same number."""
+    """Sequences per validation, or all if the split has fewer; also used for the test split."""
     seq_len: NonNegativeInt = 0
     """Tokens per validation sequence; 0 means train.seq_len."""
     batch_size: NonNegativeInt = 0
@@ -192,29 +201,30 @@ class Eval(Section):
 
 
 class Parallel(Section):
-    """How the model and the batch are cut over processes; changes memory and time, never the result."""
+    """Parallelism over processes. It changes memory and time, not the result."""
 
     tp: PositiveInt = 1
-    """Tensor parallelism: processes that share each layer's matrices, attention heads and the vocabulary."""
+    """Tensor parallel size: processes that share the matrices and attention heads of each layer, and the
+    vocabulary."""
     sequence: bool = False
-    """With tp: also cut norms, dropout and residual stream, along the sequence."""
+    """Sequence parallelism with tp: norms, dropout and the residual stream are divided along the sequence."""
     pp: PositiveInt = 1
-    """Pipeline parallelism: processes that hold successive layers."""
+    """Pipeline parallel size: processes that hold consecutive layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of the micro-batches in a pipeline. interleaved gives each process two parts of the model,
-    zero_bubble also splits each backward pass."""
+    """Pipeline schedule. interleaved: two stages per process. zero_bubble: also splits each backward pass."""
     split: tuple[NonNegativeInt, ...] = ()
-    """Layers of each pipeline part, first to last; empty means as even as possible."""
+    """Layers of each pipeline stage, first to last; empty means as even as possible."""
     zero: int = Field(default=0, ge=0, le=3)
-    """ZeRO: 0 replicates everything, 1 shards the optimiser's state, 2 also gradients, 3 also weights."""
+    """ZeRO stage. 0: all replicated. 1: optimiser state is sharded. 2: also gradients. 3: also weights."""
     dp_shard: NonNegativeInt = 0
-    """Processes that share one sharded copy, replicated over the rest; 0 means all that tp and pp leave."""
+    """Processes that share one sharded copy, which is replicated over the others; 0 means all data-parallel
+    processes."""
     offload: bool = False
-    """With zero: keep weights, gradients and optimiser state in host memory between their uses."""
+    """With zero, keep weights, gradients and optimiser state in host memory between uses."""
 
 
 class Sync(Section):
-    """How data-parallel replicas agree: at every step on gradients or weights, or now and then on weights."""
+    """Synchronisation of data-parallel replicas, at every step or at intervals."""
 
     strategy: Literal[
         "allreduce",
@@ -233,72 +243,76 @@ class Sync(Section):
         "streaming_diloco",
         "async_sgd",
     ] = "allreduce"
-    """allreduce, central_*, device_sharded and tree_update give the same result; bf16 to powersgd send less;
-    model_averaging to streaming_diloco let replicas train by themselves between agreements; async_sgd never
-    waits for the slowest, within sync.staleness steps."""
+    """Synchronisation strategy. allreduce, central_*, device_sharded and tree_update give the same result;
+    bf16, int8, onebit, topk and powersgd compress gradients; model_averaging, block_momentum, diloco and
+    streaming_diloco synchronise weights at intervals; async_sgd is asynchronous with bounded staleness."""
     algorithm: Literal["backend", "ring", "chunked_ring", "tree", "halving_doubling", "hierarchical"] = (
         "backend"
     )
-    """allreduce: who sums, the back end or one of shoal's algorithms."""
+    """All-reduce algorithm (allreduce). backend: that of NCCL, gloo or MPI."""
     warmup_steps: NonNegativeInt = 0
-    """onebit, topk, powersgd, model_averaging to streaming_diloco: first steps by gradients of all replicas
-    as they are, such as a tenth of all steps."""
+    """First steps with uncompressed, synchronous gradients, such as a tenth of all steps (onebit, topk,
+    powersgd, model_averaging, block_momentum, diloco, streaming_diloco)."""
     block: PositiveInt = 64
-    """int8, onebit, and with sync.int8: values that share a scale."""
+    """Values that share a scale (int8, onebit, and with sync.int8)."""
     feedback: float = Field(default=0.1, gt=0.0, le=1.0)
-    """onebit, topk: share of all that is held back which joins the next gradient; with 1, as in the
-    literature, much of a gradient comes too late, and all at once."""
+    """Fraction of the error feedback that is added to the next gradient (onebit, topk). 1, as in the
+    literature, adds all of it at once."""
     density: float = Field(default=0.05, gt=0.0, le=1.0)
-    """topk: share of the gradient's values that are sent."""
+    """Fraction of the gradient's values that are sent (topk)."""
     rank: PositiveInt = 4
-    """powersgd: rank of the matrices that stand for a gradient."""
+    """Rank of the gradient approximation (powersgd)."""
     every: PositiveInt = 100
-    """model_averaging to streaming_diloco: steps of a replica by itself between two agreements (H)."""
+    """Steps between synchronisations (model_averaging, block_momentum, diloco, streaming_diloco)."""
     lr: PositiveFloat | None = None
-    """The same: outer learning rate; unset means 1, for diloco and streaming_diloco 0.7."""
+    """Outer learning rate (model_averaging, block_momentum, diloco, streaming_diloco); unset means 1, or 0.7
+    for diloco and streaming_diloco."""
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
-    """block_momentum, diloco, streaming_diloco: outer momentum; unset means 1 - 1/replicas for
-    block_momentum, 0.9 for the others, whose momentum is Nesterov's."""
+    """Outer momentum (block_momentum, diloco, streaming_diloco; Nesterov for the last two); unset means 1 -
+    1/replicas for block_momentum, 0.9 for the others."""
     momentum_follows_lr: bool = True
-    """The same three: outer momentum is in units of the inner learning rate, and falls with it; false: as in
-    the papers, where what it learned at a high rate goes on at a low one."""
+    """Scale outer momentum with the inner learning rate (block_momentum, diloco, streaming_diloco); false is
+    as in the papers."""
     int8: bool = False
-    """model_averaging to streaming_diloco: replicas exchange their outer gradients in 8 bits."""
+    """Exchange outer gradients in 8 bits (model_averaging, block_momentum, diloco, streaming_diloco)."""
     fragments: PositiveInt = 4
-    """streaming_diloco: parts of the model that agree in turn, each every sync.every steps."""
+    """Fragments of the model that are synchronised in turn, each every sync.every steps
+    (streaming_diloco)."""
     overlap: NonNegativeInt = 5
-    """streaming_diloco: steps for which a part's exchange may be under way."""
+    """Steps over which the exchange of a fragment overlaps with training (streaming_diloco)."""
     staleness: NonNegativeInt = 4
-    """async_sgd: steps that the fastest worker may be ahead of the slowest."""
+    """Maximum number of steps by which the fastest worker is ahead of the slowest (async_sgd)."""
 
 
 class Checkpoint(Section):
-    """When to save and what to keep."""
+    """Checkpoints to save and to keep."""
 
     every: NonNegativeInt = 100
-    """Save every this many steps, and always at the end; 0 means at the end only."""
+    """Steps between checkpoints; 0 means only at the end. The end of the run is always saved."""
     keep_last: PositiveInt = 2
-    """Verified checkpoints that are kept, newest first."""
+    """Number of newest verified checkpoints to keep."""
     keep_every: NonNegativeInt = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0 means none."""
+    """Also keep checkpoints whose step is a multiple of this; 0 means none."""
     keep_every_weights_only: bool = False
-    """Drop the optimiser state of checkpoints kept by keep_every once they leave keep_last."""
+    """Remove the optimiser state of checkpoints kept by keep_every once they are older than keep_last."""
 
 
 class Guard(Section):
-    """What to do about a loss that is not finite or that spikes; judged on the global loss."""
+    """Reaction to a loss or gradient norm that is not finite, and to loss spikes."""
 
     nonfinite: Literal["warn", "skip", "stop"] = "stop"
-    """A loss or gradient norm that is not finite: go on, leave the step out, or stop without saving it."""
+    """Reaction to a loss or gradient norm that is not finite. warn: continue. skip: skip the step. stop: stop
+    without saving the step."""
     spike: Literal["warn", "skip", "stop"] = "warn"
-    """A loss above spike_factor times its running mean: go on, leave the step out, or stop."""
+    """Reaction to a loss above spike_factor times its running mean. warn: continue. skip: skip the step.
+    stop: stop."""
     spike_factor: float = Field(default=2.0, ge=0.0)
-    """How many times the running mean of the loss counts as a spike; 0 turns the check off."""
+    """Factor over the running mean of the loss that counts as a spike; 0 disables the check."""
     late: bool = False
-    """Judge a step while the next one runs, so that no step waits for a GPU: a bad step is taken before it is
-    found, but nothing is saved after it. For warn and stop; not with fp16, nor with a sync.strategy other
-    than allreduce. Where no check needs them (nonfinite = warn, spike_factor = 0), values are read on log
-    steps alone."""
+    """Check each step while the next one runs, so that the GPU does not wait for the host. A bad step is
+    detected after it has been applied, and before anything is saved. Requires warn or stop, sync.strategy =
+    allreduce, and a format other than fp16. With nonfinite = warn and spike_factor = 0, values are read only
+    at log steps."""
 
     @property
     def checks(self) -> bool:
@@ -307,30 +321,31 @@ class Guard(Section):
 
 
 class Runtime(Section):
-    """Where and for how long the job runs; nothing in here changes the result."""
+    """Device, communication and time limits. They do not change the result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA devices where there are any."""
+    """Device. auto: CUDA if available."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """What carries tensors between ranks; auto: NCCL on GPUs, gloo on CPUs. mpi needs a torch that has it."""
+    """Communication back end. auto: NCCL on GPUs, gloo on CPUs. mpi requires a torch build with MPI."""
     threads: NonNegativeInt = 0
-    """Threads per worker; 0 means OMP_NUM_THREADS if set, else physical cores / workers."""
+    """Threads per worker; 0 means OMP_NUM_THREADS if set, otherwise physical cores / workers."""
     timeout_s: PositiveFloat = 600.0
-    """Longest wait for another rank before the job is given up, in seconds."""
+    """Maximum wait for another rank in seconds, after which the job fails."""
     hang_s: NonNegativeFloat = 0.0
-    """Seconds without progress of any rank after which the job is ended, with a verdict that says which rank
-    holds it up and where; 0 means half of timeout_s."""
+    """Seconds without progress of any rank after which the job is stopped with a report of the rank at fault;
+    0 means half of timeout_s."""
     max_time_s: NonNegativeFloat = 0.0
-    """Save and exit with status 75 after this many seconds; 0 means no limit."""
+    """Seconds after which to save and exit with status 75; 0 means no limit."""
     slow_link: NonNegativeFloat = 0.0
-    """To try a sync.strategy: Mbit/s between the two halves of the replicas; 0: as it is. On CPUs;
-    what the back end adds up by itself is not slowed."""
+    """Emulated bandwidth between the two halves of the replicas in Mbit/s, to test a sync.strategy; 0 means
+    no limit. CPUs only; all-reduce of the back end is not slowed."""
     stop_after: NonNegativeInt = 0
-    """Save and exit with status 75 after this step, keeping the schedule of the full run; 0 means never."""
+    """Step after which to save and exit with status 75; the schedule stays that of the full run. 0 means
+    never."""
 
 
 class Config(Section):
-    """Everything that determines a run."""
+    """All settings of a run."""
 
     model: Model = Model()
     data: Data = Data()

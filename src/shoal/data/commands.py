@@ -25,7 +25,7 @@ from shoal.data.identity import tokenizer_digest
 from shoal.data.indexed import IndexedReader
 from shoal.data.prepare.splits import SplitPlan
 from shoal.data.tokenizer import load_tokenizer, read_tokenizer
-from shoal.errors import EXIT_DONE, EXIT_FAILED, DataError, InputError, ShoalError
+from shoal.errors import EXIT_DONE, EXIT_FAILED, DataError, InputError, ShoalError, counted
 from shoal.runtime.files import read_json, reading, write_json
 
 Facts = dict[str, Any]
@@ -185,7 +185,8 @@ def _document(opened: Dataset | ExampleSet, split: str, number: int, most: int) 
     if found is None or not 0 <= number < found.num_documents:
         held = found.num_documents if found else 0
         raise InputError(
-            f"--doc {number}: split {split} of {opened.path} has {held:,} documents", hint="counted from 0"
+            f"--doc {number}: split {split} of {opened.path} has {counted(held, 'document')}",
+            hint="counted from 0",
         )
     tokens = IndexedReader(opened.path / split).document(number)
     text = load_tokenizer(opened.tokenizer_path).decode(tokens[:most].tolist())

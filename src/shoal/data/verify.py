@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.dataset import check_digest
-from shoal.errors import DataError, ShoalError, UnreadableError
+from shoal.errors import DataError, ShoalError, UnreadableError, counted
 from shoal.runtime.files import read_json, reading, write_json
 from shoal.runtime.log import log
 
@@ -35,9 +35,9 @@ class Verifier:
                     path: digest for path, digest in digests.items() if not self._is_known(path, digest)
                 }
             num_bytes = sum(path.stat().st_size for path in self._files)
-        what = f"{len(self._files)} file(s), {num_bytes / 1e9:.3g} GB"
+        what = f"{counted(len(self._files), 'file')}, {num_bytes / 1e9:.3g} GB"
         when = "before step 1" if self._full else "in the background of the first steps"
-        self.plan = f"{mode}: {what} are read {when}" if self._files else mode
+        self.plan = f"{mode}: {what}, {when}" if self._files else mode
         if mode == "once" and not self._files:
             self.plan = "once: the same files were read and found right before"
         self._error: BaseException | None = None
@@ -97,7 +97,7 @@ class Verifier:
             num_files, num_bytes = num_files + 1, num_bytes + size
         if num_files:
             gb, seconds = num_bytes / 1e9, max(time.monotonic() - began, 1e-9)
-            log.info(f"data verified: {num_files} file(s), {gb:.3g} GB at {gb / seconds:.2g} GB/s")
+            log.info(f"data verified: {counted(num_files, 'file')}, {gb:.3g} GB at {gb / seconds:.2g} GB/s")
 
     def _places(self, path: Path) -> tuple[Path, Path]:
         return path.parent / CACHE, self._run_dir / CACHE

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.config.sections import Runtime
-from shoal.errors import InputError
+from shoal.errors import InputError, counted
 from shoal.infer.load import TextModel, load_text_model
 from shoal.runtime.device import select_device
 from shoal.runtime.process import Process
@@ -31,7 +31,7 @@ def load_distributed(path: Path, device: str, tp: int, nproc: int = 0) -> Iterat
     nproc = nproc or tp
     if tp < 1 or nproc < 1 or nproc % tp:
         raise InputError(
-            f"--tp {tp} with {nproc} process(es): each replica takes --tp of them",
+            f"--tp {tp} with {counted(nproc, 'process')}: each replica takes --tp of them",
             hint=f"use --nproc {max(1, tp)} or a multiple of it",
         )
     if nproc == 1:

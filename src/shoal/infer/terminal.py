@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import DataError, InputError
+from shoal.errors import DataError, InputError, counted
 from shoal.infer.distributed import load_distributed
 from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel
@@ -122,7 +122,8 @@ def answer_file(loaded: TextModel, source: Path, target: Path | None, options: G
     _write_lines(lines, target)
     num_tokens, took_s = sum(completion.num_tokens for completion in done), time.perf_counter() - started
     print(
-        f"{len(records)} prompts, {len(done)} completions, {num_tokens} tokens in {took_s:.1f} s",
+        f"{counted(len(records), 'prompt')}, {counted(len(done), 'completion')}, "
+        f"{counted(num_tokens, 'token')} in {took_s:.1f} s",
         file=sys.stderr,
     )
 

@@ -18,7 +18,7 @@ from shoal.checkpoint.tensors import FILE_BYTES, write_file
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer, read_tokenizer
-from shoal.errors import CheckpointError, DataError, InputError
+from shoal.errors import CheckpointError, DataError, InputError, counted
 from shoal.interop.foreign import Foreign, Told, open_foreign
 from shoal.interop.tables import EMBEDDINGS, Entry, table
 from shoal.models.shape import ModelShape
@@ -53,7 +53,7 @@ def run(path: Path, target: Path, wanted: Wanted) -> None:
         commit.write_files(hidden, {MANIFEST: manifest.to_json().encode()})
     shape = foreign.shape
     print(
-        f"{target}: a {shape.style} decoder of {shape.n_layers} layers, {shape.d_model} wide, "
+        f"{target}: a {shape.style} decoder of {counted(shape.n_layers, 'layer')}, {shape.d_model} wide, "
         f"{shape.vocab_size} ids, at step {foreign.step}, from {foreign.source['format']}"
     )
     print(f"  optimiser state: {foreign.source.get('optimizer', 'not in the files')}")

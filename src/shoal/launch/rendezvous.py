@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError, ShoalError, counted
 from shoal.launch.membership import Membership
 from shoal.runtime import network
 from shoal.runtime.failure import Failure
@@ -109,7 +109,9 @@ class Rendezvous(RendezvousHandler):
         self._statuses = self._all.told
         if endpoint.nnodes > 1:
             self._all.start()
-            log.info(f"waiting for {endpoint.nnodes - 1} other host(s) at {self._address}:{self._port}")
+            log.info(
+                f"waiting for {counted(endpoint.nnodes - 1, 'other host')} at {self._address}:{self._port}"
+            )
             try:
                 self._wait("to the first rendezvous", lambda status: True)
                 self._refuse_other_plan()

@@ -21,7 +21,7 @@ from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.data.dataset import open_dataset
 from shoal.data.synthetic import write_dataset
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, counted
 from shoal.models.decoder import Decoder
 from shoal.models.shape import resolve_shape
 from shoal.parity.judge import CURVE, GRADIENT, MOVED, Difference, Judge, LayoutResult, axis_of
@@ -274,7 +274,7 @@ def _print(console: Console, judge: Judge, base: Layout, results: list[LayoutRes
     sentences = [result.sentence() for result in results]
     if judge.below_floor:
         sentences.append(
-            f"Apart: {len(judge.below_floor)} tensor(s) whose gradient is zero but for rounding: "
+            f"Apart: {counted(len(judge.below_floor), 'tensor')} whose gradient is zero but for rounding: "
             f"{', '.join(judge.below_floor)}."
         )
     if judge.curve_floors["loss"] > _SHAKY:

@@ -191,17 +191,19 @@ def advice(rows: Sequence[Prediction]) -> str:
     """
     open_rows = [row for row in rows if not row.refused]
     plain = next(row for row in open_rows if row.strategy == _PLAIN)
-    fastest = min(row.step_s for row in open_rows)
-    near = [row for row in open_rows if row.step_s <= fastest * _NEAR]  # in the table's order: plain first
+    fastest = min(open_rows, key=lambda row: row.step_s)
+    near = [
+        row for row in open_rows if row.step_s <= fastest.step_s * _NEAR
+    ]  # in the table's order: plain first
     by_name = {row.strategy: row for row in near}
     mild = [by_name[name] for name in _MILDEST if name in by_name]
     chosen = [*(row for row in near if row.exact), *mild, *near][0]
-    sentences = [_use(chosen, plain, fastest)]
+    sentences = [_use(chosen, plain), *_why_not(fastest, chosen)]
     if not chosen.exact:
         exact = min((row for row in open_rows if row.exact), key=lambda row: row.step_s)
         sentences.append(
-            f"It changes the result: compare losses, or take {exact.strategy}, the fastest that does not "
-            f"({_step(exact.step_s)})."
+            f"{chosen.strategy} changes the result: compare losses, or take {exact.strategy}, the fastest that "
+            f"does not ({_step(exact.step_s)})."
         )
     compressed = [row for row in open_rows if row.strategy in _COMPRESSED]
     best = min((row.relative for row in compressed), default=0.0)
@@ -219,15 +221,24 @@ def advice(rows: Sequence[Prediction]) -> str:
     return " ".join(sentences)
 
 
-def _use(chosen: Prediction, plain: Prediction, fastest: float) -> str:
+def _use(chosen: Prediction, plain: Prediction) -> str:
     if chosen is plain:
-        gain = math.ceil(100 * (plain.step_s / fastest - 1.005))
-        why = f"nothing is more than {gain} % faster" if gain > 0 else "nothing is faster"
-        return f"Use {_PLAIN} ({_step(plain.step_s)}): {why}."
+        return f"Use {_PLAIN}: {_step(plain.step_s)}."
     return (
         f"Use {chosen.strategy}: {_step(chosen.step_s)} where {_PLAIN} takes {_step(plain.step_s)}, "
         f"{plain.step_s / chosen.step_s:.1f} times as fast."
     )
+
+
+def _why_not(fastest: Prediction, chosen: Prediction) -> list[str]:
+    """Give the reason where what is advised is not the fastest."""
+    if round(100 * (chosen.step_s / fastest.step_s - 1)) < 1:
+        return ["No strategy is faster."]
+    effect = "" if fastest.exact else ", and changes the result" + ("" if chosen.exact else " more")
+    return [
+        f"{fastest.strategy} is faster ({_step(fastest.step_s)}), but by less than the {_NEAR - 1:.0%} that "
+        f"a prediction may be off{effect}."
+    ]
 
 
 def _begins(row: Prediction) -> str:

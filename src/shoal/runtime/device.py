@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shoal.config.sections import Runtime
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 from shoal.runtime.cgroup import cpu_limit
 
 
@@ -44,7 +44,7 @@ def select_device(setting: str, local_rank: int, local_world_size: int) -> Devic
         return Device(torch.device("cpu"), "gloo", f"CPU ({_processor_name()})")
     if local_world_size > available:
         raise ConfigError(
-            f"{local_world_size} ranks on this host, but only {available} CUDA device(s): "
+            f"{local_world_size} ranks on this host, but only {counted(available, 'CUDA device')}: "
             "NCCL cannot join two ranks on one device",
             hint=f"use --nproc {available}, or --runtime.device cpu",
         )

@@ -318,7 +318,7 @@ class QuorumClient:
     def _refuse_other_plans(self, candidates: dict[int, QuorumMember]) -> None:
         if other := [str(k) for k, member in candidates.items() if member.plan != self._plan]:
             raise InputError(
-                f"replica(s) {', '.join(other)} and replica {self._own.replica} have other settings, "
+                f"replicas {', '.join(other)} and {self._own.replica} have other settings, "
                 "data, or versions of shoal or torch",
                 hint="give every host the same command, installation and data",
             )

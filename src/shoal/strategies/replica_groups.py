@@ -22,7 +22,7 @@ from types import FrameType
 import torch
 
 from shoal.config.sync_rules import strategy_of
-from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError
+from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, counted
 from shoal.launch import forking
 from shoal.launch.membership import Membership
 from shoal.launch.rendezvous import RUN_AGAIN, connect, open_store
@@ -124,7 +124,7 @@ class ReplicaGroupLauncher:
         quieten_libraries()
         all_is_loaded()
         log.info(
-            f"{self._num_replicas} replicas of {self._size} process(es) meet at {self._address}:"
+            f"{self._num_replicas} replicas of {counted(self._size, 'process')} meet at {self._address}:"
             f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
             f"are in {self._run_dir / 'replicas'}"
         )
@@ -178,7 +178,10 @@ class ReplicaGroupLauncher:
             own = [devices[(first + number) % len(devices)] for number in range(self._size)]
             share["CUDA_VISIBLE_DEVICES"] = ",".join(own)
             if count < workers:
-                log.info(f"replica {replica} shares GPU(s) {', '.join(own)}: {count} for {workers} processes")
+                log.info(
+                    f"replica {replica} shares GPU {', '.join(own)}; this host has {count} for {workers} "
+                    "processes"
+                )
         return share
 
     def _on_end(self, replica: int, code: int) -> None:
@@ -234,7 +237,7 @@ class ReplicaGroupLauncher:
         living = [replica for replica in self._here if replica not in lost]
         if lost and living:
             where = group_folder(self._run_dir, living[0])
-            log.warning(f"replica(s) {', '.join(map(str, lost))} did not come back; the result is in {where}")
+            log.warning(f"lost: replica {', '.join(map(str, lost))}; the result is in {where}")
         if not living:
             return statuses[0] if statuses else EXIT_FAILED
         return self._statuses[living[0]]

@@ -11,7 +11,7 @@ from shoal.config.layout import Layout, resolve_layout
 from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, counted
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.tasks.task import Task
@@ -60,7 +60,7 @@ class Request:
         """Refuse what cannot work before any process starts; return what is trained."""
         if self.layout is not None and (wanted := self.layout.world_size) != world_size:
             raise ConfigError(
-                f"--layout {self.layout} is for {wanted} process(es), and there are {world_size}",
+                f"--layout {self.layout} is for {counted(wanted, 'process')}, not for {world_size}",
                 hint="leave --nproc out, or name a layout for that many",
             )
         layout = self.resolve_layout(world_size)

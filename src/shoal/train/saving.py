@@ -247,7 +247,6 @@ def _refuse_other_data(datasets: Sequence[Dataset], state: dict[str, Any], check
     now = [entry["fingerprint"] for entry in _fingerprints(datasets)]
     if was != now:
         raise DataError(
-            f"the data changed since {checkpoint}: fingerprint(s) {', '.join(was)} then, "
-            f"{', '.join(now)} now",
+            f"the data changed since {checkpoint}: fingerprint {', '.join(was)} then, {', '.join(now)} now",
             hint=f"restore the dataset, or start a new run with --run-dir NEW --init {checkpoint}",
         )

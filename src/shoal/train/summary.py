@@ -6,6 +6,7 @@ from shoal.config import rules
 from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
+from shoal.errors import counted
 from shoal.models.shape import ModelShape
 from shoal.parallel.compile import Compilation
 from shoal.runtime.device import has_fast_products
@@ -40,8 +41,9 @@ def _machine(job: Job) -> list[tuple[str, str]]:
         ("run", str(job.run_dir)),
         (
             "layout",
-            f"{layout}: {process.world_size} process(es), {accumulation} micro-step(s) of "
-            f"{job.config.train.micro_batch_size} {job.task.data.sample}(s) each",
+            f"{layout}: {counted(process.world_size, 'process')}, "
+            f"{counted(accumulation, 'micro-step')} of "
+            f"{counted(job.config.train.micro_batch_size, job.task.data.sample)} each",
         ),
         *_sync(job),
         ("device", f"{process.device.name}, {job.precision.name}"),
@@ -99,4 +101,4 @@ def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:
     chunk = min(train.recompute_layers, layers)
     whole, rest = divmod(layers, chunk)
     last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
-    return [("recompute", f"full, {whole} chunk(s) of {chunk} layer(s){last}")]
+    return [("recompute", f"full, {counted(whole, 'chunk')} of {counted(chunk, 'layer')}{last}")]

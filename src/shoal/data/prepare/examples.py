@@ -30,7 +30,7 @@ from shoal.data.prepare.images import (
 )
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.splits import SplitPlan, allocate
-from shoal.errors import DataError, InputError
+from shoal.errors import DataError, InputError, counted
 from shoal.runtime.files import atomic_write, hash_file, read_json, write_json
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
@@ -127,7 +127,7 @@ def _split(options: PrepareOptions) -> dict[str, Pair]:
     splits |= {name: _join(pairs) for name, pairs in found.items() if pairs}
     if not len(splits["train"][1]):
         raise DataError(
-            f"{len(labels)} example(s) leave none to train on", hint="give more, or other --split"
+            f"{counted(len(labels), 'example')}: none is left to train on", hint="give more, or other --split"
         )
     shapes = {str(list(array.shape[1:])) for array, _ in splits.values()}
     if len(shapes) > 1:

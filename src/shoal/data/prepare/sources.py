@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.prepare.options import PrepareOptions
-from shoal.errors import DataError, InputError, nearest
+from shoal.errors import DataError, InputError, counted, nearest
 
 STDLIB = "stdlib"
 KINDS = {
@@ -81,7 +81,7 @@ def find_sources(options: PrepareOptions) -> list[SourceFile]:
         ordered = [unique[path] for path in sorted(unique)]
         if inputs and not any(source.size for source in ordered):
             raise DataError(
-                f"there is no text in {', '.join(inputs)}: {len(ordered)} files, all empty",
+                f"there is no text in {', '.join(inputs)}: {counted(len(ordered), 'file')}, all empty",
                 hint="name files or folders with text in them",
             )
         sources += ordered

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.data.dataset import SPLITS
 from shoal.data.permutation import permute
-from shoal.errors import DataError
+from shoal.errors import DataError, counted
 
 Shares = tuple[float, float, float]
 MIN_TOKENS = 2  # one to look at and one to predict
@@ -50,8 +50,8 @@ def plan_split(documents: int, tokens: int, shares: Shares, seed: int, text: str
     needed = int(np.ceil(MIN_TOKENS / smallest))
     given = ", ".join(f"{name} {count:,}" for name, count in zip(SPLITS, counts, strict=True))
     raise DataError(
-        f"split {text} of a text with {documents:,} documents and {tokens:,} tokens gives {given} tokens; "
-        f"each needs at least {MIN_TOKENS}, which takes {needed:,} tokens in all",
+        f"split {text} of a text with {counted(documents, 'document')} and {counted(tokens, 'token')} gives "
+        f"{given} tokens; each needs at least {MIN_TOKENS}, which takes {needed:,} tokens in all",
         hint="add text, or give the smallest split a larger weight (--split 8,1,1) or none (--split 9,1)",
     )
 
