@@ -18,6 +18,7 @@ def generate(
     output: Path | None = None,
     samples: int = 1,
     max_tokens: int | None = None,
+    max_length_error: bool = False,
     greedy: bool = False,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -27,7 +28,7 @@ def generate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tp: int = 1,
 ) -> None:
-    """Continue a prompt, a file of prompts, or what is typed (no --prompt, no --input; `stop` alone ends).
+    """Generate from a prompt, a JSONL file, or interactively (type `stop` to quit).
 
     Example: shoal generate runs/first --prompt "def main(" --max-tokens 100 --temperature 0.8 --top-k 50
 
@@ -44,11 +45,14 @@ def generate(
     samples
         Continuations of each prompt.
     max_tokens
-        New tokens at most; fewer where a document ends. Default: 256, or as many as the positions allow.
+        Maximum number of new tokens; fewer where the document ends (default: 256). A text longer than the
+        model's positions continues on a sliding window: when it is full, its last half is kept and read again.
+    max_length_error
+        Reject a prompt or length beyond the model's positions instead of sliding.
     greedy
-        Always take the likeliest token.
+        Always take the likeliest token; the same as --temperature 0.
     temperature
-        Below 1 keeps closer to the likely, above 1 strays further.
+        Divide the logits by this: below 1 sharpens the distribution, above 1 flattens it; 0 is greedy.
     top_k
         Choose among the k likeliest tokens only; 0 means all.
     top_p
@@ -67,7 +71,7 @@ def generate(
         from shoal.infer.sampling import Sampling
         from shoal.infer.terminal import GenerateOptions, run
 
-    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     if tp < 1:
         raise InputError(f"--tp {tp}: at least 1 process is needed")
     run(
@@ -77,7 +81,7 @@ def generate(
         output,
         device,
         tp,
-        GenerateOptions(sampling, max_tokens, samples, batch_size),
+        GenerateOptions(sampling, max_tokens, samples, batch_size, max_length_error),
     )
 
 

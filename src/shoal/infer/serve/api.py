@@ -80,10 +80,8 @@ class CompletionRequest(BaseModel):
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen; without a seed, differently each time."""
-        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
-            greedy=temperature == 0.0,
-            temperature=temperature or 1.0,
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=secrets.randbits(63) if self.seed is None else self.seed,
