@@ -46,7 +46,8 @@ def generate(
         Continuations of each prompt.
     max_tokens
         Maximum number of new tokens; fewer where the document ends (default: 256). A text longer than the
-        model's positions continues on a sliding window: when it is full, its last half is kept and read again.
+        model's positions continues on a sliding window: when that is full, its last half is kept and read
+        again.
     max_length_error
         Reject a prompt or length beyond the model's positions instead of sliding.
     greedy

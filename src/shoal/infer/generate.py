@@ -1,8 +1,8 @@
 """Continue token sequences with a KV cache: unequal prompts in one batch, each row as if it were alone.
 
-A sequence longer than the window (the model's positions) slides: when one more token comes to a full window, its
-last half is kept and read again at positions from 0. To keep all but one token, as nanoGPT does, would cost a pass
-over the whole window for each token; by halves each token is read once more on average.
+A sequence longer than the window (the model's positions) slides: when one more token comes to a full window,
+its last half is kept and read again at positions from 0. To keep all but one token, as nanoGPT does, costs
+a pass over the whole window for each token; by halves each token is read once more on average.
 """
 
 from __future__ import annotations
