@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -39,12 +39,15 @@ class Backend(Protocol):
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts of moderate size."""
 
+    def ids_with_specials(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts in which the text of a special token becomes its id."""
+
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving special tokens out."""
 
 
 class Tokenizer:
-    """Encode and decode text. The text of a special token is only text; it never becomes the special id."""
+    """Encode and decode text. The text of a special token is only text, but for `encode_with_specials`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -56,6 +59,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without an end-of-document id."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Return the ids of a text in which the text of a special token becomes its id, as in chat templates.
+
+        A SentencePiece model has special tokens that no text becomes.
+        """
+        ids: list[int] = self._ids([text], self._backend.ids_with_specials)[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -76,10 +87,14 @@ class Tokenizer:
         """Return a decoder for ids that come one by one."""
         return TextStream(self)
 
-    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _ids(
+        self,
+        texts: Sequence[str],
+        encode: Callable[[Sequence[str]], list[np.ndarray]] | None = None,
+    ) -> list[np.ndarray]:
         """Encode, turning a lone surrogate into a sentence."""
         try:
-            return self._backend.ids(texts)
+            return (encode or self._backend.ids)(texts)
         except UnicodeEncodeError as error:
             raise DataError(
                 f"the text is not valid Unicode: {error.reason}", hint="remove lone surrogates"
@@ -160,11 +175,22 @@ class JsonBackend:
         if worth_it and self._fast is not None:
             encoder, table = self._fast
             return [table[encoder.encode_to_numpy(text, disallowed_special=())] for text in texts]
+        return self._ids_by(self.reference, texts)
+
+    def ids_with_specials(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts in which the text of a special token becomes its id."""
+        return self._ids_by(self._with_specials, texts)
+
+    def _ids_by(self, reference: Any, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             text.encode()  # a lone surrogate must raise here, not inside the library
         with _said(f"tokenizer {self._where} cannot encode this text"):
-            found = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = reference.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    @cached_property
+    def _with_specials(self) -> Any:
+        return type(self.reference).from_str(self.reference.to_str())
 
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving special tokens out."""
@@ -217,6 +243,8 @@ class SentencePieceBackend:
             text.encode()
         found = self.processor.encode(list(texts), num_threads=1)
         return [np.array(ids, dtype=np.uint32) for ids in found]
+
+    ids_with_specials = ids
 
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving control tokens out."""
