@@ -151,7 +151,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_said(prepare, corpus):
 
 
 def test_training_a_bpe_is_repeatable_and_bounded(corpus, tmp_path, monkeypatch):
-    sources = run.find_sources(PrepareOptions((str(corpus),), tmp_path))
+    sources, _ = run.find_sources(PrepareOptions((str(corpus),), tmp_path))
     form = vocabulary.Format("text", None, None, None)
     trained = [vocabulary.train_bpe(sources, form, 400, seed=1, limit=None) for _ in range(2)]
     assert trained[0] == trained[1]

@@ -90,6 +90,7 @@ def prepare(
     /,
     *,
     output: Path,
+    ext: tuple[str, ...] = (),
     tokenizer: str = "bpe",
     vocab_size: int | None = None,
     split: str = "949,50,1",
@@ -117,12 +118,15 @@ def prepare(
     Parameters
     ----------
     inputs
-        Files, folders or quoted globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv, .parquet; or
-        `stdlib`, the source text of this Python's standard library (12 MB, offline). Labelled examples:
+        Files, folders or quoted globs. A file is taken whatever its name: JSON lines, CSV, TSV and Parquet
+        by their columns, all else as UTF-8 text. Or `stdlib`, the source text of this Python's standard
+        library (12 MB, offline). Labelled examples:
         .npz files (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST's IDX files, or
         `random-images`, made up for timing.
     output
         Folder of the dataset; new, or one that this command began.
+    ext
+        Suffixes of the files to take from folders, as in --ext py md rst. Default: text and source code.
     tokenizer
         bpe (trained on this text), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder
         with one of them or with vocab.json and merges.txt.
@@ -156,7 +160,7 @@ def prepare(
 
     chosen = PrepareOptions(
         inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers,
+        test, max_rejected_share, workers, ext,
     )  # fmt: skip
     prepare_command(chosen, json)
 

@@ -32,6 +32,7 @@ class PrepareOptions:
     test: tuple[str, ...] = ()
     max_rejected_share: float = 0.05
     workers: int | None = None
+    ext: tuple[str, ...] = ()
     range_bytes: int | None = None
     shares: tuple[float, float, float] = field(init=False)
 
@@ -39,6 +40,7 @@ class PrepareOptions:
         for name in ("delim", "separator"):  # a shell passes \n as two characters
             if (text := getattr(self, name)) is not None:
                 object.__setattr__(self, name, text.replace("\\n", "\n").replace("\\t", "\t"))
+        object.__setattr__(self, "ext", tuple(one.lower().removeprefix(".") for one in self.ext))
         object.__setattr__(self, "shares", self._effective_shares(parse_split(self.split)))
         self._check_vocab()
         if self.delim is not None and len(self.delim) != 1:

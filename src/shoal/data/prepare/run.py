@@ -25,7 +25,7 @@ from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
 from shoal.data.prepare.parse import refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
 from shoal.data.prepare.progress import RangeProgress, summary_table
-from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, refuse_changed
+from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, in_words, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
 from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
@@ -64,7 +64,9 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     """
     console = console or Console(stderr=True)
     started = time.monotonic()
-    sources = find_sources(options)
+    sources, passed_over = find_sources(options)
+    if passed_over:
+        console.print(f"passed over in folders: {in_words(passed_over)}")
     inputs = describe_inputs(options, sources)
     if (options.output / MANIFEST).exists():
         return _already_made(options.output, inputs, console)
