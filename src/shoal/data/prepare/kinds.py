@@ -26,11 +26,11 @@ BY_NAME = {
 JSON = (".json", ".json.gz", ".json.zst")
 # Taken from a folder without --ext, with the above and names without a suffix. docs/prepare.md lists them.
 TEXT_SUFFIXES = {
-    ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc",
-    ".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".cuh", ".m", ".rs",
-    ".go", ".java", ".kt", ".scala", ".swift", ".cs", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb",
-    ".pl", ".pm", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".lisp", ".el", ".f90", ".f",
-    ".sh", ".bash", ".ps1", ".sql", ".cmake", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".proto",
+    ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".pyx", ".c", ".h",
+    ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".cuh", ".m", ".rs", ".go", ".java", ".kt", ".scala",
+    ".swift", ".cs", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".pl", ".pm", ".php", ".lua", ".r",
+    ".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".lisp", ".el", ".f90", ".f", ".sh", ".bash",
+    ".ps1", ".sql", ".cmake", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".proto",
 }  # fmt: skip
 BUFFER = 1 << 18
 _LOOK = 8192
