@@ -128,10 +128,11 @@ def prepare(
     ext
         Suffixes of the files to take from folders, as in --ext py md rst. Default: text and source code.
     tokenizer
-        bpe (trained on this text), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder
-        with one of them or with vocab.json and merges.txt.
+        bpe, word or char (made from this text), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
+        folder with one of them or with vocab.json and merges.txt.
     vocab_size
-        Ids of a trained bpe; 32000 if left out.
+        Vocabulary size of a new bpe or word tokenizer. Default: for bpe a power of two from 512 to 32768, one
+        id for each 3 kB of text or more; for word at most 32768.
     split
         Weights of train, validation and test, by document; by tokens where documents are too few.
     seed
