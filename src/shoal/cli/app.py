@@ -121,6 +121,7 @@ def prepare(
     /,
     *,
     output: Path,
+    ext: tuple[str, ...] = (),
     tokenizer: str = "bpe",
     vocab_size: int | None = None,
     split: str = "949,50,1",
@@ -148,17 +149,21 @@ def prepare(
     Parameters
     ----------
     inputs
-        Files, folders or quoted globs: .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv or .parquet. `stdlib`
-        is the source code of this Python's standard library (12 MB, offline). Labelled examples: .npz files
-        (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST IDX files, or
+        Files, folders or quoted globs. A named file is read whatever its name: JSON lines, CSV, TSV and
+        Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code of this Python's
+        standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or x_train, y_train,
+        x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version, `sklearn-digits`, or
         `random-images`.
     output
         Dataset folder to create, or to continue.
+    ext
+        Suffixes of the files to read in folders, as in --ext py md rst (default: text and source code).
     tokenizer
-        bpe (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder with
-        one of these or with vocab.json and merges.txt.
+        bpe, word or char (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
+        folder with one of these or with vocab.json and merges.txt.
     vocab_size
-        Vocabulary size for a newly trained BPE (default: 32000).
+        Vocabulary size for a newly trained bpe or word tokenizer (default: for bpe a power of two from 512 to
+        32768 with at least 3 kB of text for each id; for word at most 32768).
     split
         Weights of the train, validation and test splits. Documents are split; with few documents, tokens.
     seed
@@ -187,7 +192,7 @@ def prepare(
 
     chosen = PrepareOptions(
         inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers,
+        test, max_rejected_share, workers, ext,
     )  # fmt: skip
     prepare_command(chosen, json)
 

@@ -1,9 +1,10 @@
-"""Text to ids and back: `tokenizer.json` through the tokenizers library, SentencePiece models, bytes."""
+"""Text to ids and back: `tokenizer.json` files, SentencePiece models, bytes, characters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ _KINDS = "use a tokenizer.json, a SentencePiece .model, or the folder that holds
 PIECE_BYTES = 1 << 20  # longer texts are encoded piece by piece
 _WORTH_PROVING = 1 << 15  # characters; below, the slower library is done before tiktoken is set up
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+UNKNOWN = "<unk>"
 JSON_NAME, MODEL_NAME = "tokenizer.json", "tokenizer.model"
 GPT2_PAT = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # the same, faster
@@ -139,7 +141,7 @@ class TextStream:
 
 
 class JsonBackend:
-    """A `tokenizer.json`, read by the tokenizers library; bytes and GPT-2-style BPE have faster ways."""
+    """A `tokenizer.json`, read by the tokenizers library; bytes, characters and GPT-2-style BPE go faster."""
 
     def __init__(self, content: str, where: str) -> None:
         from tokenizers import Tokenizer as Reference
@@ -164,13 +166,19 @@ class JsonBackend:
             )
         self._spec, self._where = spec, where
         self._is_bytes = _is_bytes(spec)
-        self.cut = ANYWHERE if self._is_bytes else boundary_rule(spec)
-        self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
+        self._char_ids = _char_ids(spec)
+        anywhere = self._is_bytes or self._char_ids is not None
+        self.cut = ANYWHERE if anywhere else boundary_rule(spec)
+        self.name = (
+            "bytes" if self._is_bytes else "characters" if anywhere else str(spec["model"].get("type"))
+        )
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode by the fastest way that is proven to give the reference's ids."""
         if self._is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        if self._char_ids is not None:
+            return [self._char_ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         worth_it = "_fast" in self.__dict__ or sum(map(len, texts)) > _WORTH_PROVING
         if worth_it and self._fast is not None:
             encoder, table = self._fast
@@ -313,14 +321,39 @@ def bytes_tokenizer_json() -> str:
     return byte_level_json(dict(BYTE_OF), [], EOD_NAMES[0])
 
 
+def closed_json(tokens: Iterable[str], *, words: bool) -> str:
+    """Return the `tokenizer.json` whose tokens are these words, split at white space, or characters.
+
+    `<unk>`, id 0, stands for any other. Decoding joins words with blanks.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab = {token: number for number, token in enumerate([UNKNOWN, *tokens])}
+    if not words:
+        return _built_json(models.BPE(vocab, [], unk_token=UNKNOWN), None, decoders.Fuse(), EOD_NAMES[0])
+    return _built_json(
+        models.WordLevel(vocab, unk_token=UNKNOWN), pre_tokenizers.WhitespaceSplit(), None, EOD_NAMES[0]
+    )
+
+
 def byte_level_json(vocab: dict[str, int], merges: list[tuple[str, str]], eod: str) -> str:
     """Return the `tokenizer.json` of a GPT-2-style BPE with `eod` as its special token."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _built_json(models.BPE(vocab=vocab, merges=merges), split, decoders.ByteLevel(), eod)
+
+
+def _built_json(model: Any, pre_tokenizer: Any, decoder: Any, eod: str) -> str:
+    """Put a tokenizer of the library together, with `eod` as its special token, and return its file."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Reference
 
-    built = Reference(models.BPE(vocab=vocab, merges=merges))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
+    built = Reference(model)
+    if pre_tokenizer is not None:
+        built.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        built.decoder = decoder
     built.add_special_tokens([AddedToken(eod, special=True, normalized=False)])
     return str(built.to_str(pretty=False))
 
@@ -341,6 +374,30 @@ def _is_bytes(spec: dict[str, Any]) -> bool:
     return byte_level_merges(spec) == [] and all(
         spec["model"]["vocab"][char] == BYTE_OF[char] for char in BYTE_OF
     )
+
+
+def _char_ids(spec: dict[str, Any]) -> np.ndarray | None:
+    """Return the id of each code point where every character is a token of its own; None elsewhere.
+
+    A BPE that merges nothing and splits nothing looks each character up by itself.
+    """
+    model = dict(spec["model"])
+    vocab, unknown = model.pop("vocab", None), model.pop("unk_token", None)
+    plain = (
+        model.pop("type", None) == "BPE"
+        and isinstance(vocab, dict)
+        and isinstance(vocab.get(unknown), int)
+        and not any(model.values())  # merges, affixes, fused unknowns and the like
+        and not any(spec.get(part) for part in ("normalizer", "pre_tokenizer"))
+        and all(token.get("special") for token in spec.get("added_tokens") or [])
+    )
+    if not plain:
+        return None
+    table = np.full(sys.maxunicode + 1, vocab[unknown], dtype=np.uint32)
+    for token, number in vocab.items():
+        if len(token) == 1:
+            table[ord(token)] = number
+    return table
 
 
 def _checked_size(vocab_size: int, where: str) -> int:

@@ -39,7 +39,16 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 _MAX_PACKED, _SMALL = 64, 64 << 20  # how many times its packed size an array may take, above so many bytes
 _MAX_CLASSES = 1 << 16
 _ROWS = 4096  # at a time
-_FOR_TEXT = ("tokenizer", "vocab_size", "text_key", "delim", "separator", "max_rejected_share", "workers")
+_FOR_TEXT = (
+    "tokenizer",
+    "vocab_size",
+    "text_key",
+    "delim",
+    "separator",
+    "max_rejected_share",
+    "workers",
+    "ext",
+)
 _WANTED = "arrays x and y, or x_train, y_train and perhaps x_test, y_test"
 Found = tuple[bool, NDArray[Any], NDArray[Any]]  # whether they are test examples, inputs, labels
 
