@@ -103,6 +103,8 @@ class Train(Section):
     selective keeps the matrix products and repeats norms, activations and attention."""
     recompute_layers: PositiveInt = 1
     """Layers in each chunk of recompute = full."""
+    recompute_offload: bool = False
+    """With recompute = full: keep what enters each chunk in host memory until the backward pass needs it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the blocks with torch.compile; auto: where the run is long enough to repay the compilation.
     A decoder's loss is always compiled on a GPU, where its separate steps would each read all logits."""
