@@ -62,8 +62,8 @@ def test_the_first_page_and_the_lines_tell_what_happens(whole):
 def test_the_first_page_warns_of_slow_products_and_says_how_chunks_fall(data, tmp_path):
     status, screen = shoal(
         data, tmp_path / "run", "--train.steps", "1", "--precision.dtype", "fp16", "--model.n_layers", "3",
-        "--train.recompute", "full", "--train.recompute_layers", "2", "--train.recompute_offload", "true",
-        "--runtime.device", "cpu",
+        "--train.recompute", "full", "--train.recompute_layers", "2",
+        "--train.recompute_offload=true", "--runtime.device=cpu",
     )  # fmt: skip
     assert status == 0
     slow = "warning: fp16 matrix products are not in this CPU's hardware: large ones run some 50 times slower"
