@@ -12,7 +12,7 @@ from cyclopts import App
 
 from shoal.cli.app import app
 from shoal.config import rules
-from shoal.config.load import preset_names, validate
+from shoal.config.load import load_config, preset_names, validate
 from shoal.config.sections import Config
 from shoal.errors import ConfigError
 
@@ -128,9 +128,8 @@ def test_each_row_says_what_to_do_instead_or_why_not():
     assert empty == []
 
 
-def test_the_configuration_on_the_page_is_one():
-    (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE)
-    rules.check(validate(tomllib.loads(text), "page"), dp=8)
+def test_the_preset_of_the_example_trains_on_its_eight_gpus():
+    rules.check(load_config("megatron-345m", {}), dp=8)
 
 
 @pytest.mark.parametrize(

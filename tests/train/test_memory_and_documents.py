@@ -33,7 +33,14 @@ def assert_equal(left, right):
         assert np.array_equal(weight, right["weights"][name]), name
 
 
-@pytest.mark.parametrize("train", [{"recompute": "full", "recompute_layers": 2}, {"recompute": "selective"}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"recompute": "full", "recompute_layers": 2},
+        {"recompute": "full", "recompute_offload": True},
+        {"recompute": "selective"},
+    ],
+)
 def test_recompute_changes_no_bit_of_a_run(pool, data, plain, tmp_path, train):
     values = tiny_config(data, model=DROPOUT, train=train)
     assert_equal(plain, pool.run(run_training, 1, tmp_path, values)[0])

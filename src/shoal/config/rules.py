@@ -18,6 +18,7 @@ def check(config: Config, dp: int) -> None:
     """Refuse combinations that cannot work on dp data-parallel ranks, naming what would."""
     _check_batch(config, dp)
     _check_lengths(config)
+    _check_recompute(config)
     _check_profile(config)
     _check_guard(config)
     weights, datasets = config.data.weights, config.data.datasets
@@ -92,6 +93,15 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
             hint="use fewer warm-up steps or more train.steps",
+        )
+
+
+def _check_recompute(config: Config) -> None:
+    if config.train.recompute_offload and config.train.recompute != "full":
+        raise ConfigError(
+            f"train.recompute_offload = true with train.recompute = {config.train.recompute}: only the "
+            "inputs of the chunks of recompute = full are kept in host memory",
+            hint="use train.recompute = full, or train.recompute_offload = false",
         )
 
 

@@ -109,6 +109,8 @@ class Train(Section):
     recomputed."""
     recompute_layers: PositiveInt = 1
     """Layers per chunk with recompute = full."""
+    recompute_offload: bool = False
+    """With recompute = full: keep the input of each chunk in host memory until the backward pass."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compilation of the blocks with torch.compile. auto: if the run is long enough to save more time than
     compilation takes. On GPUs, the loss of a decoder is compiled in every case."""

@@ -197,11 +197,13 @@ def apply(
     steps run on the meta device, so that no rank ever holds more than its own part. Initial weights are a
     function of seed, name and position.
     """
-    layout, device = mesh.layout, process.device.torch_device
+    layout, device, train = mesh.layout, process.device.torch_device, config.train
     reduce_dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
     offload = config.parallel.offload and device.type != "cpu"
     if config.parallel.offload and not offload:
         log.info("parallel.offload = true changes nothing on a CPU, whose memory is the host's")
+    if train.recompute_offload and device.type == "cpu":
+        log.info("train.recompute_offload = true saves nothing on a CPU, whose memory is the host's")
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
     layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
     with torch.device("meta"):
@@ -214,7 +216,7 @@ def apply(
         if isinstance(part, Decoder):
             if tensor is not None:
                 tensor.cut(part)
-            part.set_recompute(config.train.recompute, config.train.recompute_layers)
+            part.set_recompute(train.recompute, train.recompute_layers, offload=train.recompute_offload)
             if compilation.on:
                 compile_blocks(part)
             if sharding is not None:

@@ -179,7 +179,8 @@ def _make(task: Task[Any, Any], config: Config) -> Any:
     with torch.device("meta"):
         (model,) = task.parts([range(task.shape.n_layers if task.shape else 1)])
     if isinstance(model, Decoder):
-        model.set_recompute(config.train.recompute, config.train.recompute_layers)
+        train = config.train
+        model.set_recompute(train.recompute, train.recompute_layers, offload=train.recompute_offload)
     return model
 
 

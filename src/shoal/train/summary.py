@@ -101,4 +101,5 @@ def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:
     chunk = min(train.recompute_layers, layers)
     whole, rest = divmod(layers, chunk)
     last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
-    return [("recompute", f"full, {counted(whole, 'chunk')} of {counted(chunk, 'layer')}{last}")]
+    where = ", their inputs in host memory" if train.recompute_offload else ""
+    return [("recompute", f"full, {counted(whole, 'chunk')} of {counted(chunk, 'layer')}{last}{where}")]
