@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,8 +32,8 @@ from shoal.train.metrics import read_metrics
 
 _PRESET = "quickstart"
 _VOCAB_SIZE = 4096
-_KILL_STEP, _COMPARE_STEP = 30, 40
-_TEST_TOKENS = 32_768
+_KILL_STEP, _COMPARE_STEP = 40, 50
+_TEST_TOKENS = 28_160  # some 100 KB of text
 _PROMPT = "def main("
 _POLL_S = 0.05
 _WIDTH = 80
@@ -176,10 +177,10 @@ def _shoal(*arguments: str) -> None:
 def _wrapped(*words: str) -> str:
     """Return a command as for a shell, continued on further lines where it is wider than the screen."""
     lines = ["$"]
-    for word in map(shlex.quote, words):
-        if len(lines[-1]) + len(word) + len("  \\") > _WIDTH:
+    for part in re.split(r" (?=--)", shlex.join(words)):  # an option stays beside its value
+        if len(lines[-1]) + len(part) + len("  \\") > _WIDTH:
             lines.append("   ")
-        lines[-1] += f" {word}"
+        lines[-1] += f" {part}"
     return " \\\n".join(lines)
 
 
