@@ -473,7 +473,8 @@ def quickstart(*, output: Path = Path("quickstart")) -> None:
     output
         Folder for the dataset and the runs.
     """
-    from shoal.quickstart import quickstart as run
+    with loading():
+        from shoal.quickstart import quickstart as run
 
     run(output)
 
