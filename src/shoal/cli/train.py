@@ -32,6 +32,7 @@ def train(
     allow_tokenizer_mismatch: bool = False,
     max_time: float | None = None,
     stop_after: int | None = None,
+    verbose: bool = False,
     settings: Annotated[Config | None, Parameter(name="*")] = None,
 ) -> int:
     """Train a GPT, or a classic network, from a configuration; run the same command again to resume.
@@ -74,6 +75,8 @@ def train(
         Save and exit with status 75 after this many seconds.
     stop_after
         Save and exit with status 75 after this step, keeping the schedule of the full run.
+    verbose
+        Show all of the summary, and with each log line the time of each phase, memory, and figures by rank.
     settings
         Any setting of the configuration, as --section.field VALUE; it wins over the file.
     """
@@ -88,7 +91,7 @@ def train(
     if run_dir is None:
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
-    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words)
+    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words, verbose=verbose)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
