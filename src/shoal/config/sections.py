@@ -200,6 +200,10 @@ class Eval(Section):
     """Tokens per validation sequence; 0 means train.seq_len."""
     batch_size: NonNegativeInt = 0
     """Sequences per forward pass on one process; 0 means train.micro_batch_size."""
+    prompt: str = ""
+    """Text to continue at each validation, on the console and in metrics.jsonl; empty means none."""
+    sample_tokens: PositiveInt = 48
+    """Length of that continuation, sampled at temperature 0.8."""
 
 
 class Parallel(Section):

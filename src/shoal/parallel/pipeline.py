@@ -130,7 +130,7 @@ class _PartModule(nn.Module, Generic[T]):
         inputs = None if self.part.is_first else x
         y = self._run_part(self.part, self._micro_batches[int(index)], inputs)
         if self.part.is_last:
-            self.total += y.detach()
+            self.total = self.total + y.detach()  # in evaluation not always of one size
         return y
 
 
