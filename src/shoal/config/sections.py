@@ -30,8 +30,8 @@ class Model(Section):
     """Network to train, and the shape of a decoder."""
 
     network: str = "decoder"
-    """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or a
-    TOML file that describes one. Described networks ignore the other model settings."""
+    """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or
+    a TOML file that describes one. Described networks ignore the other model settings."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
     RoPE, RMSNorm, SwiGLU, no biases."""
