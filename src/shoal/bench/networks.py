@@ -33,7 +33,7 @@ from shoal.runtime.device import physical_cores
 from shoal.runtime.files import read_json, write_json
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
-FRAMEWORKS = ("pytorch",)  # each an adapter of its name
+FRAMEWORKS = ("pytorch", "jax")  # each has an adapter
 MODES = ("default", "tuned")
 _REFERENCE = "pytorch"
 _AGREE = 1e-3  # relative, of loss and gradient norm

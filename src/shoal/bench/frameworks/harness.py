@@ -8,7 +8,7 @@ The job: `network` (its layers with all sizes, see shoal.networks.description), 
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default or
 tuned), `warmup`, `steps`, `lr`, `momentum`.
 
-An adapter is a module with a class `Adapter(job, weights)`, which builds the network, the mean cross-entropy,
+An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean cross-entropy,
 and SGD with momentum. Its methods:
 
     versions()           versions of the framework and of the libraries that compute for it
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -69,9 +70,11 @@ def main(name: str, job_file: str) -> int:
 
         with open(job_file, encoding="utf-8") as file:
             job = json.load(file)
+        if hasattr(os, "sched_setaffinity"):  # before the framework counts the cores
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["threads"]])
         weights = dict(np.load(job["weights"], allow_pickle=False))
         data = np.load(job["data"], allow_pickle=False)
-        adapter = importlib.import_module(name).Adapter(job, weights)
+        adapter = importlib.import_module(f"with_{name}").Adapter(job, weights)
         emit("built", parameters=adapter.num_parameters(), versions=adapter.versions())
         size = job["batch"]
         inputs, targets = data["inputs"], data["targets"]

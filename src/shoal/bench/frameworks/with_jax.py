@@ -1,0 +1,143 @@
+"""JAX: one jitted function for a step. tuned: it takes the buffers of the weights over, and unrolls the LSTM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax import lax
+
+Array = Any
+Layer = dict[str, Any]
+
+
+class Adapter:
+    """Pure functions of a list of weights."""
+
+    def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
+        self.tuned = job["mode"] == "tuned"
+        layers, lr, momentum = job["network"]["layers"], job["lr"], job["momentum"]
+        self.weights = [jnp.asarray(array) for array in weights.values()]
+        self.velocity = [jnp.zeros_like(weight) for weight in self.weights]
+
+        def loss(weights: list[Array], inputs: Array, targets: Array) -> Array:
+            logits = forward(layers, iter(weights), inputs, unroll=self.tuned)
+            scores = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
+            return -jnp.take_along_axis(scores, targets.reshape(-1, 1), axis=1).mean()
+
+        def step(weights: list[Array], velocity: list[Array], inputs: Array, targets: Array) -> Any:
+            value, gradients = jax.value_and_grad(loss)(weights, inputs, targets)
+            velocity = [momentum * v + g for v, g in zip(velocity, gradients, strict=True)]
+            return value, [w - lr * v for w, v in zip(weights, velocity, strict=True)], velocity
+
+        self._loss = loss
+        self._step = jax.jit(step, donate_argnums=(0, 1) if self.tuned else ())
+
+    def versions(self) -> dict[str, str]:
+        return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": jax.default_backend()}
+
+    def num_parameters(self) -> int:
+        return sum(weight.size for weight in self.weights)
+
+    def put(self, inputs: Any, targets: Any) -> tuple[Array, Array]:
+        return jnp.asarray(inputs), jnp.asarray(targets)
+
+    def identity(self, batch: tuple[Array, Array]) -> tuple[float, float]:
+        value, gradients = jax.jit(jax.value_and_grad(self._loss))(self.weights, *batch)
+        return float(value), math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+
+    def step(self, batch: tuple[Array, Array]) -> Array:
+        loss, self.weights, self.velocity = self._step(self.weights, self.velocity, *batch)
+        return loss
+
+    def wait(self) -> None:
+        jax.block_until_ready((self.weights, self.velocity))
+
+    def read(self, loss: Array) -> float:
+        return float(loss)
+
+
+def forward(layers: list[Layer], weights: Iterator[Array], x: Array, *, unroll: bool) -> Array:
+    """Apply layers to a batch, taking their weights in turn."""
+    for layer in layers:
+        if layer["kind"] == "residual":
+            body = forward(layer["body"], weights, x, unroll=unroll)
+            x = body + forward(layer["shortcut"], weights, x, unroll=unroll)
+        else:
+            x = apply(layer, weights, x, unroll=unroll)
+    return x
+
+
+def apply(layer: Layer, weights: Iterator[Array], x: Array, *, unroll: bool) -> Array:
+    """Apply a layer that has no others in it."""
+    s = layer["settings"]
+    match layer["kind"]:
+        case "linear":
+            x = x @ next(weights).T
+            return x + next(weights) if s["bias"] else x
+        case "conv":
+            sides = [(s["padding"], s["padding"])] * 2
+            strides = (s["stride"], s["stride"])
+            x = lax.conv_general_dilated(
+                x, next(weights), strides, sides, dimension_numbers=("NCHW", "OIHW", "NCHW")
+            )
+            return x + next(weights)[:, None, None] if s["bias"] else x
+        case "batch_norm":
+            mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
+            scale, shift = next(weights)[:, None, None], next(weights)[:, None, None]
+            return (x - mean) * lax.rsqrt(var + s["eps"]) * scale + shift
+        case "max_pool":
+            return windows(layer, x, -jnp.inf, lax.max)
+        case "avg_pool":
+            return windows(layer, x, 0.0, lax.add) / windows(layer, jnp.ones_like(x), 0.0, lax.add)
+        case "global_avg_pool":
+            return x.mean((2, 3))
+        case "flatten":
+            return x.reshape(len(x), -1)
+        case "relu":
+            return jax.nn.relu(x)
+        case "sigmoid":
+            return jax.nn.sigmoid(x)
+        case "embedding":
+            return next(weights)[x]
+        case "lstm":
+            for _ in range(s["layers"]):
+                x = lstm([next(weights) for _ in range(4)], x, unroll=unroll)
+            return x
+        case "subsample":
+            x = x[:, :, :: s["stride"], :: s["stride"]]
+            return jnp.pad(x, ((0, 0), (0, s["out"] - x.shape[1]), (0, 0), (0, 0)))
+    raise ValueError(layer["kind"])
+
+
+def windows(layer: Layer, x: Array, start: float, combine: Any) -> Array:
+    """Reduce windows; padding at the ends reaches as far as the last window does."""
+    s = layer["settings"]
+    kernel, stride, padding = s["kernel"], s["stride"], s["padding"]
+    ends = [
+        (padding, max(0, (after - 1) * stride + kernel - before - padding))
+        for before, after in zip(layer["before"][1:], layer["after"][1:], strict=True)
+    ]
+    sizes, strides = (1, 1, kernel, kernel), (1, 1, stride, stride)
+    return lax.reduce_window(x, start, combine, sizes, strides, [(0, 0), (0, 0), *ends])
+
+
+def lstm(weights: list[Array], x: Array, *, unroll: bool) -> Array:
+    """Run a layer over the steps; gates in cuDNN's order: input, forget, cell, output."""
+    w_input, w_hidden, b_input, b_hidden = weights
+    gates = x @ w_input.T + b_input + b_hidden
+    zero = jnp.zeros((len(x), w_hidden.shape[1]), x.dtype)
+
+    def step(state: tuple[Array, Array], gates_n: Array) -> tuple[tuple[Array, Array], Array]:
+        hidden, cell = state
+        i, f, g, o = jnp.split(gates_n + hidden @ w_hidden.T, 4, axis=-1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    _, outputs = lax.scan(step, (zero, zero), gates.swapaxes(0, 1), unroll=x.shape[1] if unroll else 1)
+    return outputs.swapaxes(0, 1)
