@@ -1,6 +1,6 @@
 """Train a GPT from raw text, on a laptop or a cluster.
 
-In a notebook or a script: `shoal.prepare`, `shoal.train`, `shoal.read_metrics` and `shoal.load`, explained in
+In a notebook or a script: `prepare`, `train`, `read_metrics` and `load` of this package, explained in
 `help("shoal.notebook")`. Each is loaded when it is first used: `import shoal` does not load torch.
 """
 

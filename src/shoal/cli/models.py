@@ -249,10 +249,10 @@ def serve(
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Answer requests for text over HTTP, as OpenAI's completions do, with a page to try the model at /.
+    """Serve completions and chats over HTTP with OpenAI's API, and a page to try the model at /.
 
-    Requests are computed together as they come. Streams, several prompts and samples, stop texts and seeds
-    are done; log-probabilities and penalties are refused. Ctrl-C stops.
+    Requests are computed together as they arrive. Streaming, several prompts and samples, stop texts and seeds
+    are supported; log-probabilities, penalties and tools are rejected. Ctrl-C stops the server.
 
     Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
 
