@@ -251,8 +251,8 @@ def serve(
 ) -> None:
     """Serve completions and chats over HTTP with OpenAI's API, and a page to try the model at /.
 
-    Requests are computed together as they arrive. Streaming, several prompts and samples, stop texts and seeds
-    are supported; log-probabilities, penalties and tools are rejected. Ctrl-C stops the server.
+    Requests are computed together as they arrive. Streaming, several prompts and samples, stop texts and
+    seeds are supported; log-probabilities, penalties and tools are rejected. Ctrl-C stops the server.
 
     Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
 
