@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,13 +126,18 @@ def test_a_command_that_fails_is_an_error_with_its_own_words(tmp_path, capfd):
     with pytest.raises(ShoalError, match=r"(?s)^`shoal prepare` ended with status 2: .*nowhere.txt"):
         shoal.prepare(tmp_path / "nowhere.txt", tmp_path / "set")
     assert "error: " in capfd.readouterr().out
+    with ThreadPoolExecutor(1) as thread, pytest.raises(ShoalError, match="ended with status 2"):
+        thread.submit(shoal.prepare, tmp_path / "nowhere.txt", tmp_path / "set").result()
     with pytest.raises(InputError, match=r"(?s)metrics.jsonl does not exist.*folder of a run"):
         shoal.read_metrics(tmp_path)
 
 
 COMMAND = """#!{python}
-import signal, sys, time
+import os, signal, sys, time
 def save(*_):
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))  # at once
+    print("saving", flush=True)
+    time.sleep(0.5)
     print("saved", flush=True)
     sys.exit(75)
 signal.signal(signal.SIGINT, save)
@@ -152,24 +158,19 @@ def test_an_interrupt_lets_the_command_save(tmp_path, alone):
     command = tmp_path / "command"
     command.write_text(COMMAND.format(python=sys.executable))
     command.chmod(0o700)
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as parent:
-        assert parent.stdout.readline() == "begun\n"
-        if alone:  # by a front end that does not signal the kernel's children
-            for _ in range(2):
-                time.sleep(0.3)
-                assert parent.poll() is None
-                parent.send_signal(signal.SIGINT)
-        else:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", PARENT, command], **pipes) as parent:
+        assert parent.stdout.readline() == b"begun\n"
+        sent = 0
+        if not alone:
             os.killpg(parent.pid, signal.SIGINT)
+        while not select.select([parent.stdout], [], [], 0.5 if alone else 60)[0] and sent < 60:
+            sent += 1
+            parent.send_signal(signal.SIGINT)
         out, errors = parent.communicate(timeout=60)
-    assert out == "saved\n"
-    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert out == b"saving\nsaved\n"
+    assert errors.splitlines()[-1] == b"KeyboardInterrupt"
+    assert sent >= 2 * alone  # by a front end that does not signal the kernel's children
 
 
 def test_a_loaded_model_generates_and_scores(tmp_path):

@@ -10,8 +10,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -180,7 +182,7 @@ def _run(words: Sequence[object]) -> None:
     """Run a `shoal` command to its end, printing its lines; a ShoalError has what it said last.
 
     An interrupt is sent to all processes of a notebook, or of a terminal. Where the command did not get it, a
-    second one is passed on.
+    second one is passed on. KeyboardInterrupt is raised when the command has ended.
     """
     command = [sys.executable, "-u", "-m", "shoal", *map(str, words)]
     pipes: dict[str, Any] = {
@@ -189,22 +191,34 @@ def _run(words: Sequence[object]) -> None:
         "stderr": subprocess.STDOUT,
     }
     said: deque[str] = deque(maxlen=40)
-    interrupts = 0
     with subprocess.Popen(command, text=True, errors="replace", **pipes) as child:
         assert child.stdout is not None
-        while True:
-            try:
-                while line := child.stdout.readline():
-                    print(line, end="", flush=True)
-                    said.append(line)
-                status = child.wait()
-                break
-            except KeyboardInterrupt:
-                interrupts += 1
-                if interrupts > 1:
-                    child.send_signal(signal.SIGINT)
+        with _interrupts_of(child) as interrupts:
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                said.append(line)
     if interrupts:
         raise KeyboardInterrupt
-    if status not in (EXIT_DONE, EXIT_STOPPED):
+    if child.returncode not in (EXIT_DONE, EXIT_STOPPED):
         message = "".join(said).rpartition("error: ")[2].strip()
-        raise ShoalError(f"`shoal {words[0]}` ended with status {status}: {message}")
+        raise ShoalError(f"`shoal {words[0]}` ended with status {child.returncode}: {message}")
+
+
+@contextmanager
+def _interrupts_of(child: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Collect interrupts while the block runs, and pass all but the first on. Other threads get none."""
+    interrupts: list[int] = []
+
+    def interrupted(number: int, _frame: object) -> None:
+        interrupts.append(number)
+        if len(interrupts) > 1:
+            child.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
