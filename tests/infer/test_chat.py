@@ -18,7 +18,7 @@ from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
 from shoal.infer.serve.chat import Chat
-from shoal.infer.serve.render import Renderer
+from shoal.infer.serve.render import render
 from shoal.infer.text import complete
 from tests.infer.serving import events, serving
 from tests.models.hf import decoder_from_hf, random_gpt2
@@ -197,14 +197,9 @@ def test_the_server_uses_the_template(with_template):
         ("{% if %}", "TemplateSyntaxError"),
     ],
 )
-def test_a_template_that_means_harm_is_an_error_and_the_next_one_is_rendered(template, said):
-    renderer = Renderer("{% if messages[0].content == 'fine' %}fine{% else %}" + template + "{% endif %}", {})
-    if "{% if %}" not in template:
-        assert renderer.render([{"role": "user", "content": "fine"}]) == "fine"
+def test_a_template_that_means_harm_is_an_error(template, said):
     with pytest.raises(InputError, match=f"the chat template of this model .*{said}"):
-        renderer.render(MESSAGES)
-    if "{% if %}" not in template:
-        assert renderer.render([{"role": "user", "content": "fine"}]) == "fine"
+        render(template, {"messages": MESSAGES})
 
 
 @pytest.mark.parametrize(

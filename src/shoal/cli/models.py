@@ -253,10 +253,10 @@ def serve(
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Serve a model over HTTP with an OpenAI-compatible completions API, and a web page at /.
+    """Serve a model over HTTP with OpenAI's completions and chat API, and a web page at /.
 
     Requests are batched continuously. Streaming, several prompts and samples, stop sequences and seeds are
-    supported; log-probabilities and penalties are rejected. Press Ctrl-C to stop.
+    supported; log-probabilities, penalties and tools are rejected. Press Ctrl-C to stop.
 
     Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
 

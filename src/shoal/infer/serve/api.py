@@ -162,8 +162,6 @@ class ChatRequest(_Wish):
 class TokenizeRequest(BaseModel):
     """The body of a request for the tokens of a prompt, as vLLM's servers have it."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str | None = None
     prompt: Text
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import InputError
-from shoal.infer.serve.render import Messages, Renderer
+from shoal.infer.serve.render import render
 from shoal.runtime.files import read_json, reading
 
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
@@ -22,16 +23,18 @@ class Chat:
         """Look for a template in a model's folder; an InputError names a file that holds no usable one."""
         self._tokenizer = tokenizer
         config = read_json(folder / _CONFIG, "the file") if (folder / _CONFIG).is_file() else {}
-        template, tokens = _template_of(folder, config), _special_tokens(config)
-        self._renderer = None if template is None else Renderer(template, tokens)
-        self.stops = PLAIN_STOPS if template is None else ()
-        ends = [] if template is None else tokenizer.encode_with_specials(tokens.get("eos_token", ""))
-        self.end_ids = frozenset(ends if len(ends) == 1 else [])
+        self._template, self._variables = _template_of(folder, config), _special_tokens(config)
+        self.stops: tuple[str, ...] = PLAIN_STOPS
+        self.end_ids = frozenset[int]()
+        if self._template is not None:
+            ends = tokenizer.encode_with_specials(self._variables.get("eos_token", ""))
+            self.stops, self.end_ids = (), frozenset(ends if len(ends) == 1 else [])
 
-    def tokens(self, messages: Messages) -> list[int]:
-        """Return the prompt that an assistant's answer follows."""
-        if self._renderer is not None:
-            return self._tokenizer.encode_with_specials(self._renderer.render(messages))
+    def tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the prompt that an assistant's answer follows; each message has "role" and "content"."""
+        if self._template is not None:
+            variables = {**self._variables, "messages": messages, "add_generation_prompt": True}
+            return self._tokenizer.encode_with_specials(render(self._template, variables))
         said = [f"{one['role'].capitalize()}: {one['content'].strip()}\n" for one in messages]
         return self._tokenizer.encode("".join(said) + "Assistant:")
 

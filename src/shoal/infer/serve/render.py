@@ -1,7 +1,7 @@
 """A chat template comes from a stranger: rendered by Jinja's sandbox, in a process of its own with limits.
 
-Processor time, memory and the size of the result are limited; a process that exceeds them is replaced. It
-loads this module alone: what numpy and the like map would count against its memory.
+Processor time, memory and the size of the result are limited. The process starts in some 0.1 s, as it loads
+this module alone: what numpy and the like map would also count against its memory.
 """
 
 from __future__ import annotations
@@ -11,66 +11,36 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shoal.errors import InputError
 
 _MAX_PROMPT = 1 << 20  # characters of a rendered chat
-_CPU_S, _MEMORY_BYTES = 2.0, 512 << 20
-_CHILD = [sys.executable, "-c", "from shoal.infer.serve.render import render_lines; render_lines()"]
-
-Messages = Sequence[dict[str, str]]  # each has "role" and "content"
+_CPU_S, _MEMORY_BYTES = 2, 512 << 20
+_CHILD = [sys.executable, "-c", "from shoal.infer.serve.render import render_stdin; render_stdin()"]
 
 
-class Renderer:
-    """Renders one template in a child process, which lives until this process ends."""
-
-    def __init__(self, template: str, variables: dict[str, str]) -> None:
-        self._template, self._variables = template, variables
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
-
-    def render(self, messages: Messages) -> str:
-        """Return the text of a chat; an InputError has the template's own error, or the limit it exceeded."""
-        order = json.dumps([self._template, {**self._variables, "messages": messages}])
-        with self._lock:
-            if self._child is None:
-                self._child = _start()
-            line = _ask(self._child, order)
-            if not line:
-                self._child.communicate()
-                self._child = None
-                raise InputError(
-                    f"the chat template of this model takes more than {_CPU_S:g} s or "
-                    f"{_MEMORY_BYTES >> 20} MiB for these messages"
-                )
-        answer = json.loads(line)
-        if "error" in answer:
-            raise InputError(f"the chat template of this model failed: {answer['error']}")
-        return str(answer["text"])
+def render(template: str, variables: dict[str, Any]) -> str:
+    """Return what a template makes of its variables; an InputError has its own error, or names the limits."""
+    order = json.dumps([template, variables])
+    done = subprocess.run(  # in a session of its own, as Ctrl-C is not for it
+        _CHILD, input=order, capture_output=True, text=True, start_new_session=True, check=False
+    )
+    if done.returncode:
+        raise InputError(
+            f"the chat template of this model takes more than {_CPU_S} s or {_MEMORY_BYTES >> 20} MiB "
+            "for these messages"
+        )
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise InputError(f"the chat template of this model failed: {answer['error']}")
+    return str(answer["text"])
 
 
-def _start() -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(_CHILD, stdin=pipe, stdout=pipe, text=True, start_new_session=True)  # no Ctrl-C
-
-
-def _ask(child: subprocess.Popen[str], order: str) -> str:
-    """Return the line that answers another; an empty one if the child has ended."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with suppress(BrokenPipeError):
-        print(order, file=child.stdin, flush=True)
-        return child.stdout.readline()
-    return ""
-
-
-def render_lines() -> None:
-    """Answer lines of stdin, each [template, variables] in JSON, with {"text": ...} or {"error": ...}."""
+def render_stdin() -> None:
+    """Read [template, variables] as JSON from stdin; print {"text": ...} or {"error": ...}."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     sandbox = ImmutableSandboxedEnvironment(  # with what transformers gives a template
@@ -81,17 +51,15 @@ def render_lines() -> None:
     with suppress(ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is at
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S)
-        try:
-            template, variables = json.loads(line)
-            text = sandbox.from_string(template).render(variables, add_generation_prompt=True)
-            long = f"its text is longer than {_MAX_PROMPT:,} characters"
-            answer = {"text": text} if len(text) <= _MAX_PROMPT else {"error": long}
-        except Exception as error:  # whatever a template may raise
-            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(answer), flush=True)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S)
+    try:
+        template, variables = json.load(sys.stdin)
+        text = sandbox.from_string(template).render(variables)
+        long = f"its text is longer than {_MAX_PROMPT:,} characters"
+        answer = {"text": text} if len(text) <= _MAX_PROMPT else {"error": long}
+    except Exception as error:  # whatever a template may raise
+        answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+    print(json.dumps(answer))
 
 
 def _object(message: str) -> NoReturn:
