@@ -78,7 +78,12 @@ MAY_TOUCH_ENVIRONMENT = ("runtime", "launch", "strategies.replica_groups", "doct
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 EXTRAS = ("daft", "ray", "pyarrow", "scipy", "sentencepiece", "zstandard", "matplotlib", "transformers")
 EXTRAS += ("tensorboard", "wandb", "trackio", "fastapi", "uvicorn", "lm_eval")
-NEED_EXTRAS = ("shoal.data.prepare", "shoal.infer.serve", "shoal.infer.harness")
+NEED_EXTRAS = (
+    "shoal.data.prepare",
+    "shoal.infer.serve",
+    "shoal.infer.harness",
+    "shoal.bench.frameworks.with_jax",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
 
 

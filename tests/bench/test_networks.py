@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.bench import networks
+from shoal.bench import environments, networks
 from shoal.bench.frameworks import harness
 from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
-from shoal.errors import InputError
+from shoal.errors import InputError, ShoalError
 from shoal.networks.description import names, read
 from shoal.networks.modules import Network
 
@@ -195,6 +195,38 @@ def test_the_list_names_each_network_with_its_size(capsys):
 def test_what_cannot_be_measured_is_refused_before_the_first_row(tiny, changed, message):
     with pytest.raises(InputError, match=message):
         command(replace(tiny, **changed), None, listing=False)
+
+
+def test_a_framework_that_is_not_installed_costs_its_rows_and_nothing_else(tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / "none")
+    rows = []
+    measure(replace(tiny, frameworks=("jax", "pytorch")), [], rows.append)
+    assert [(found.cell.framework, found.status) for found in rows] == [
+        ("pytorch", "done"),
+        ("jax", "failed"),
+    ]
+    assert "jax is not installed: shoal bench frameworks --install jax" in rows[1].reason
+
+
+def test_environments_are_made_listed_and_removed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / "frameworks")
+    monkeypatch.setattr(environments.venv, "create", lambda folder, with_pip: folder.mkdir())
+    ran, status = [], SimpleNamespace(returncode=1, stderr="No matching distribution")
+    monkeypatch.setattr(environments.subprocess, "run", lambda words, **_: ran.append(words) or status)
+    with pytest.raises(ShoalError, match="pip could not install jax: No matching distribution"):
+        environments.command(("jax",), ())
+    assert environments.python_of("jax", {}) is None
+    status.returncode = 0
+    assert environments.command(("jax",), ()) == 0
+    assert "jax==0.10.2" in ran[-1]
+    assert environments.python_of("jax", {}) == str(tmp_path / "frameworks/jax/bin/python") == ran[-1][0]
+    assert environments.python_of("jax", {"jax": "mine"}) == "mine"
+    environments.command(("jax",), ())
+    assert len(ran) == 2  # it is there
+    environments.command((), ("jax",))
+    assert environments.python_of("jax", {}) is None
+    with pytest.raises(InputError, match="pytorch runs in Shoal's own environment"):
+        environments.command(("pytorch",), ())
 
 
 def test_adapters_import_nothing_of_shoal():

@@ -404,6 +404,26 @@ def collectives(
 
 
 @bench.command
+def frameworks(*, install: tuple[str, ...] = (), uninstall: tuple[str, ...] = ()) -> int:
+    """List, install or remove the frameworks that `shoal bench networks` compares with PyTorch.
+
+    Each framework gets an environment of its own below ~/.cache/shoal/frameworks, with pinned versions.
+
+    Example: shoal bench frameworks --install jax
+
+    Parameters
+    ----------
+    install
+        Frameworks to install.
+    uninstall
+        Frameworks whose environments to remove.
+    """
+    from shoal.bench.environments import command
+
+    return command(install, uninstall)
+
+
+@bench.command
 def networks(
     names: Annotated[tuple[str, ...], Parameter(name="NETWORK", negative=())] = (),
     /,
@@ -435,7 +455,7 @@ def networks(
     names
         Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
     frameworks
-        Frameworks: pytorch.
+        Frameworks: pytorch, jax (`shoal bench frameworks` installs it).
     modes
         default: settings of the framework as installed. tuned: with its compiler.
     batch_sizes

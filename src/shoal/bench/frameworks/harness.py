@@ -5,11 +5,11 @@ framework alone. `python harness.py ADAPTER JOB.json` prints one JSON object a l
 `timed`, or `error`.
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
-files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default or
-tuned), `warmup`, `steps`, `lr`, `momentum`.
+files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
+or tuned), `warmup`, `steps`, `lr`, `momentum`.
 
-An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean cross-entropy,
-and SGD with momentum. Its methods:
+An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean
+cross-entropy, and SGD with momentum. Its methods:
 
     versions()           versions of the framework and of the libraries that compute for it
     num_parameters()     trainable numbers, counted by the framework

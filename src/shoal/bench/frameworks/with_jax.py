@@ -1,4 +1,4 @@
-"""JAX: one jitted function for a step. tuned: it takes the buffers of the weights over, and unrolls the LSTM."""
+"""JAX: one jitted function for a step. tuned: with the buffers of the weights, and the LSTM unrolled."""
 
 from __future__ import annotations
 
