@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -89,7 +90,8 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     Parameters
     ----------
     checkpoint
-        A run folder (its newest good checkpoint) or a checkpoint, saved under any layout.
+        A run folder (its newest good checkpoint) or a checkpoint, saved under any layout; or a Hugging Face
+        folder.
     target
         The new folder: weights as safetensors, configuration, tokenizer, model card, certificate.
     to
@@ -100,10 +102,16 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     with loading():
         from shoal.infer.certificate import certify
         from shoal.interop.export import export as write
+        from shoal.interop.importing import as_checkpoint
 
-    source = write(checkpoint, target)
-    proven = prove and certify(source, target)
-    print(f"{target}: {'proven equal to' if proven else 'made from'} {source}")
+    scratch = target.with_name(f".{target.name}.imported")
+    try:
+        source = write(as_checkpoint(checkpoint, scratch), target)
+        proven = prove and certify(source, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    made_from = checkpoint if source.parent == scratch else source
+    print(f"{target}: {'proven equal to' if proven else 'made from'} {made_from}")
 
 
 def import_(

@@ -65,7 +65,8 @@ def train(
     node_rank
         Number of this host, from 0. Left out, the host that owns the address of --rdzv is 0.
     init
-        Start a new run from the weights of this run or checkpoint: step 0, new optimiser, schedule and data.
+        Start a new run from the weights of this run, checkpoint or Hugging Face folder: step 0, new
+        optimiser, schedule and data. From a Hugging Face folder also comes the shape that CONFIG leaves out.
     init_optimizer
         With --init: keep the optimiser's moments too.
     allow_tokenizer_mismatch
@@ -80,6 +81,10 @@ def train(
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
+    if init is not None:
+        from shoal.interop.hugging_face import with_model_of
+
+        resolved = with_model_of(resolved, init)
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.launch.start import start

@@ -28,8 +28,8 @@ from shoal.data.tokenizer import (
 from shoal.errors import DataError, InputError
 
 SAMPLE_BYTES = 32 << 20  # of text: enough for 32,000 merges, and it bounds time and memory
-# With so much text for each id, 95 % of what a BPE learns occurs about 100 times or more: enough, say Gowda and
-# May, Finding the Optimal Vocabulary Size, 2020. Measured on 1, 3 and 12 MB of text: 470, 92 and 113 times.
+# With so much text for each id, 95 % of what a BPE learns occurs about 100 times or more: enough, by Gowda
+# and May, Finding the Optimal Vocabulary Size, 2020. On 1, 3 and 12 MB of text: 470, 92 and 113 times.
 BYTES_PER_ID = 3000
 MIN_DEFAULT, MAX_DEFAULT = 512, 32_768
 _MIN_COUNT = 2  # of a word or pair: what occurs once is no use, and teaches what <unk> is
