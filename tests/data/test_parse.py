@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from shoal.data.prepare import parse
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges
-from shoal.data.prepare.sources import find_sources
+from shoal.data.prepare.sources import find_sources, in_words
 from shoal.errors import DataError, InputError
 
 PLAIN = Format("text", None, None, AFTER_WORD)
@@ -290,7 +291,16 @@ WIKI = '{"id": "1", "text": "An article.\\n"}\n{"id": "2", "text": "Another."}\n
 
 def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
     taken = ["README", "a.md", "b.RST", "src/c.py", "src/d.rs", "AA/wiki_00", "AA/e.json"]
-    passed = [".git/x.txt", "node_modules/y.js", "__pycache__/z.py", "f.png", "g.png", ".env", "h.pdf"]
+    passed = [
+        ".git/x.txt",
+        "node_modules/y.js",
+        "__pycache__/z.py",
+        "f.png",
+        "g.png",
+        ".env",
+        "h.pdf",
+        "out/rejects.jsonl",
+    ]
     for name in [*taken, *passed, "i.py", "package.json", "AA/one.json"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(WIKI if name.startswith("AA") else "plain text")
@@ -299,7 +309,7 @@ def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
     (tmp_path / "AA" / "one.json").write_text('{"name": "x"}')
     (tmp_path / "link").symlink_to(tmp_path / "src")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    sources, counted = search(tmp_path)
+    sources, counted = find_sources(PrepareOptions((str(tmp_path),), output=tmp_path / "out"))
     assert sorted(os.path.relpath(source.path, tmp_path) for source in sources) == sorted(taken)
     kinds = {Path(source.path).name: source.kind for source in sources}
     assert kinds == {
@@ -307,17 +317,25 @@ def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
         **dict.fromkeys(["wiki_00", "e.json"], "jsonl"),
     }
     assert counted == {
-        "hidden folders": 1,
-        "node_modules folders": 1,
-        "__pycache__ folders": 1,
-        "hidden files": 1,
-        ".png files": 2,
-        ".pdf files": 1,
-        "binary files": 1,
-        "JSON files that are not JSON lines": 2,
-        "links to folders": 1,
-        "broken links or devices": 1,
+        "hidden folder": 1,
+        "node_modules folder": 1,
+        "__pycache__ folder": 1,
+        "output folder": 1,
+        "hidden file": 1,
+        ".png file": 2,
+        ".pdf file": 1,
+        "binary file": 1,
+        "plain JSON file": 2,
+        "linked folder": 1,
+        "special file": 1,
     }
+
+
+def test_many_kinds_of_files_are_counted_together():
+    counts = Counter({f".{n} file": 1 + (n < 2) for n in range(12)})
+    words = in_words(counts).split(", ")
+    assert words[:3] == ["2 .0 files", "2 .1 files", "1 .10 file"]
+    assert words[-1] == "4 other files"
 
 
 def test_ext_chooses_a_folders_files_by_their_suffixes(tmp_path):
@@ -325,8 +343,10 @@ def test_ext_chooses_a_folders_files_by_their_suffixes(tmp_path):
         (tmp_path / name).write_text("x")
     sources, counted = search(tmp_path, ext=("md", ".log"))
     assert [Path(source.path).name for source in sources] == ["b.MD", "d.log", "e.tar.log"]
-    assert counted == {".py files": 1, ".txt files": 1, "files without a suffix": 1}
-    with pytest.raises(DataError, match=r"holds no text files; passed over: 2 \.log files, 1 \.md files"):
+    assert counted == {".py file": 1, ".txt file": 1, "no-suffix file": 1}
+    with pytest.raises(
+        DataError, match=r"holds no text files; passed over: 2 \.log files, 1 \.md file, 1 \.py file"
+    ):
         search(tmp_path, ext=("tex",))
 
 

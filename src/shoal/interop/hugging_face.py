@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,7 @@ from shoal.errors import ConfigError, InputError
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import read_json
 
-# What decides what weights compute; dropout is a matter of training, and the vocabulary is the data's.
-_OF_WEIGHTS = (
-    *("style", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"),
-    *("tie_embeddings", "norm_eps", "rope_theta"),
-)
+_OF_TRAINING = ("vocab_size", "padded_vocab_size", "dropout", "attention_dropout")  # and of the data
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -45,7 +42,7 @@ def with_model_of(config: Config, folder: Path) -> Config:
     given = {
         name: value for name in ours.model_fields_set if (value := getattr(ours, name)) or value is False
     }
-    wanted = {name: getattr(shape, name) for name in _OF_WEIGHTS}
+    wanted = {name: value for name, value in asdict(shape).items() if name not in _OF_TRAINING}
     if other := {name: value for name, value in wanted.items() if given.get(name, value) != value}:
         listed = ", ".join(f"model.{name} = {value}, not {given[name]}" for name, value in other.items())
         settings = " ".join(f"--model.{name}={str(value).lower()}" for name, value in other.items())
