@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.data.boundaries import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
-from shoal.data.prepare import parse
+from shoal.data.prepare import kinds, parse
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges
@@ -311,8 +311,8 @@ def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     sources, counted = find_sources(PrepareOptions((str(tmp_path),), output=tmp_path / "out"))
     assert sorted(os.path.relpath(source.path, tmp_path) for source in sources) == sorted(taken)
-    kinds = {Path(source.path).name: source.kind for source in sources}
-    assert kinds == {
+    found = {Path(source.path).name: source.kind for source in sources}
+    assert found == {
         **dict.fromkeys(["README", "a.md", "b.RST", "c.py", "d.rs"], "text"),
         **dict.fromkeys(["wiki_00", "e.json"], "jsonl"),
     }
@@ -370,6 +370,18 @@ def test_json_lines_are_known_by_looking(tmp_path, name, first):
 def test_a_parquet_file_is_known_whatever_its_name(tmp_path):
     path = make("parquet", tmp_path).rename(tmp_path / "part-0.of-2")
     assert list(documents(rows([path])).values()) == TEXTS
+
+
+def test_the_suffixes_in_the_docs_are_those_that_are_taken():
+    page = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
+    listed = page.split("text and source code:\n`")[1].split("`")[0]
+    assert set(listed.split()) == kinds.TEXT_SUFFIXES
+
+
+def test_a_pipe_is_a_sentence(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe is a pipe or device"):
+        sources_of(tmp_path / "pipe")
 
 
 def test_the_key_of_a_file_with_one_line_decides_whether_it_is_json_lines(tmp_path):

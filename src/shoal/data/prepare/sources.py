@@ -105,8 +105,10 @@ class _Search:
             yield from _stdlib(self.role)
         elif path.is_dir():
             yield from self._in_folder(path)
-        elif path.exists():
+        elif path.is_file():
             yield self._named(path)
+        elif path.exists():
+            raise InputError(f"{path} is a pipe or device", hint="write the text to a file first")
         elif _GLOB & set(text):
             files = [p for p in map(Path, sorted(glob.glob(text, recursive=True))) if p.is_file()]
             if not files:
