@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 EXCEPTIONS = {
     "launch.launcher": "diagnosis.watch",
     "launch.start": "strategies.replica_groups",
+    "train.saving": "interop.importing",
     "train.worker": "diagnosis.watch",
 }
 MUST_NOT_LOAD_TORCH = (

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Reference
 from tokenizers import models, pre_tokenizers, trainers
 
 from shoal.data import tokenizer as tokenizer_module
+from shoal.data.boundaries import ANYWHERE, BEFORE_SPACE
 from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS
 from shoal.data.tokenizer import closed_json, parse_tokenizer
 from tests.data.byte_level import byte_level
@@ -84,6 +85,7 @@ def closed(kind):
 def test_characters_and_words_are_those_of_the_library_however_the_text_is_cut(kind, text, piece_bytes):
     ours, reference = closed(kind)
     with mock.patch.object(tokenizer_module, "PIECE_BYTES", piece_bytes):
+        assert ours.cut is (ANYWHERE if kind == "char" else BEFORE_SPACE)
         if kind == "char" and piece_bytes == 1:
             assert len(list(ours._pieces(text))) >= len(text)
         assert ours.encode(text) == reference.encode(text).ids

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.data.boundaries import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
-from shoal.data.prepare import parse
+from shoal.data.prepare import kinds, parse
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges
-from shoal.data.prepare.sources import find_sources
+from shoal.data.prepare.sources import find_sources, in_words
 from shoal.errors import DataError, InputError
 
 PLAIN = Format("text", None, None, AFTER_WORD)
@@ -290,7 +291,16 @@ WIKI = '{"id": "1", "text": "An article.\\n"}\n{"id": "2", "text": "Another."}\n
 
 def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
     taken = ["README", "a.md", "b.RST", "src/c.py", "src/d.rs", "AA/wiki_00", "AA/e.json"]
-    passed = [".git/x.txt", "node_modules/y.js", "__pycache__/z.py", "f.png", "g.png", ".env", "h.pdf"]
+    passed = [
+        ".git/x.txt",
+        "node_modules/y.js",
+        "__pycache__/z.py",
+        "f.png",
+        "g.png",
+        ".env",
+        "h.pdf",
+        "out/rejects.jsonl",
+    ]
     for name in [*taken, *passed, "i.py", "package.json", "AA/one.json"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(WIKI if name.startswith("AA") else "plain text")
@@ -299,25 +309,33 @@ def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
     (tmp_path / "AA" / "one.json").write_text('{"name": "x"}')
     (tmp_path / "link").symlink_to(tmp_path / "src")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    sources, counted = search(tmp_path)
+    sources, counted = find_sources(PrepareOptions((str(tmp_path),), output=tmp_path / "out"))
     assert sorted(os.path.relpath(source.path, tmp_path) for source in sources) == sorted(taken)
-    kinds = {Path(source.path).name: source.kind for source in sources}
-    assert kinds == {
+    found = {Path(source.path).name: source.kind for source in sources}
+    assert found == {
         **dict.fromkeys(["README", "a.md", "b.RST", "c.py", "d.rs"], "text"),
         **dict.fromkeys(["wiki_00", "e.json"], "jsonl"),
     }
     assert counted == {
-        "hidden folders": 1,
-        "node_modules folders": 1,
-        "__pycache__ folders": 1,
-        "hidden files": 1,
-        ".png files": 2,
-        ".pdf files": 1,
-        "binary files": 1,
-        "JSON files that are not JSON lines": 2,
-        "links to folders": 1,
-        "broken links or devices": 1,
+        "hidden folder": 1,
+        "node_modules folder": 1,
+        "__pycache__ folder": 1,
+        "output folder": 1,
+        "hidden file": 1,
+        ".png file": 2,
+        ".pdf file": 1,
+        "binary file": 1,
+        "plain JSON file": 2,
+        "linked folder": 1,
+        "special file": 1,
     }
+
+
+def test_many_kinds_of_files_are_counted_together():
+    counts = Counter({f".{n} file": 1 + (n < 2) for n in range(12)})
+    words = in_words(counts).split(", ")
+    assert words[:3] == ["2 .0 files", "2 .1 files", "1 .10 file"]
+    assert words[-1] == "4 other files"
 
 
 def test_ext_chooses_a_folders_files_by_their_suffixes(tmp_path):
@@ -325,8 +343,10 @@ def test_ext_chooses_a_folders_files_by_their_suffixes(tmp_path):
         (tmp_path / name).write_text("x")
     sources, counted = search(tmp_path, ext=("md", ".log"))
     assert [Path(source.path).name for source in sources] == ["b.MD", "d.log", "e.tar.log"]
-    assert counted == {".py files": 1, ".txt files": 1, "files without a suffix": 1}
-    with pytest.raises(DataError, match=r"holds no text files; passed over: 2 \.log files, 1 \.md files"):
+    assert counted == {".py file": 1, ".txt file": 1, "no-suffix file": 1}
+    with pytest.raises(
+        DataError, match=r"holds no text files; passed over: 2 \.log files, 1 \.md file, 1 \.py file"
+    ):
         search(tmp_path, ext=("tex",))
 
 
@@ -350,6 +370,18 @@ def test_json_lines_are_known_by_looking(tmp_path, name, first):
 def test_a_parquet_file_is_known_whatever_its_name(tmp_path):
     path = make("parquet", tmp_path).rename(tmp_path / "part-0.of-2")
     assert list(documents(rows([path])).values()) == TEXTS
+
+
+def test_the_suffixes_in_the_docs_are_those_that_are_taken():
+    page = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
+    listed = page.split("text and source code:\n`")[1].split("`")[0]
+    assert set(listed.split()) == kinds.TEXT_SUFFIXES
+
+
+def test_a_pipe_is_a_sentence(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe is a pipe or device"):
+        sources_of(tmp_path / "pipe")
 
 
 def test_the_key_of_a_file_with_one_line_decides_whether_it_is_json_lines(tmp_path):

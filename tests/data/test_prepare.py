@@ -166,6 +166,24 @@ def test_training_a_bpe_is_repeatable_and_bounded(corpus, tmp_path, monkeypatch)
     assert size(1) == size(1) != size(2)
 
 
+def test_the_command_takes_several_suffixes(monkeypatch):
+    from shoal.cli.app import app
+
+    asked = []
+    monkeypatch.setattr(run, "prepare_command", lambda options, json_path: asked.append(options))
+    app(
+        ["prepare", "docs", "src", "--ext", "py", ".MD", "--output", "out", "--tokenizer", "char"],
+        result_action="return_value",
+    )
+    assert [(o.inputs, o.ext, o.tokenizer) for o in asked] == [(("docs", "src"), ("py", "md"), "char")]
+
+
+def test_what_folders_hold_beside_the_text_is_said(prepare, corpus):
+    (corpus / "e.png").write_text("x")
+    (corpus / ".git").mkdir()
+    assert "passed over in folders: 1 .png file, 1 hidden folder" in prepare(corpus)[1]
+
+
 # --- again ---
 
 

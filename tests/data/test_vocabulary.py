@@ -85,20 +85,29 @@ def test_a_bpe_that_may_do_more_than_look_characters_up_is_left_to_the_library(c
 
 # --- words ---
 
-LINES = " the cat sat on N <unk>\n the dog sat on the <unk>\n the cat <|endoftext|> ran <|endoftext|>\n"
+LINES = " the cat sat on N it\n the dog sat on the it\n the cat <|endoftext|> ran <|endoftext|>\n"
 
 
 def test_words_are_counted_and_those_seen_once_are_unknown(prepare, tmp_path):
     (tmp_path / "in.txt").write_text(LINES)
     dataset, text = prepare(tmp_path / "in.txt", tokenizer="word", separator="\\n", split="1")
-    names = ["<unk>", "the", "cat", "on", "sat", "<|endoftext|>"]
+    names = ["<unk>", "the", "cat", "it", "on", "sat", "<|endoftext|>"]
     assert dataset.vocab_size == len(names)
     id_of = {name: number for number, name in enumerate(names)}
     words = [[id_of.get(word, 0) for word in line.split()] for line in LINES.splitlines()]
     words[2][2] = words[2][4] = 0  # the text of a special token is text
     assert ids_of(dataset) == [[*line, dataset.eod_id] for line in words]
-    assert load_tokenizer(dataset.path).decode([1, 2, 4, 5]) == "the cat sat"
+    assert load_tokenizer(dataset.path).decode([1, 2, 5, 6]) == "the cat sat"
     assert "of a sample of the text is in words outside the vocabulary: <unk>" in text
+
+
+def test_a_text_with_unknown_words_of_its_own_keeps_all_others(prepare, tmp_path):
+    (tmp_path / "in.txt").write_text(LINES.replace(" it\n", " <unk>\n"))
+    dataset, _ = prepare(tmp_path / "in.txt", tokenizer="word", split="1")
+    words = ["the", "cat", "on", "sat", "N", "dog", "ran"]
+    assert list(map(load_tokenizer(dataset.path).decode, [[n] for n in range(8)])) == ["<unk>", *words]
+    assert dataset.vocab_size == 9
+    assert ids_of(dataset)[0][5] == 0
 
 
 def test_words_decode_one_by_one_with_blanks_between(prepare, tmp_path):

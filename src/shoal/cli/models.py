@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +96,7 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     Parameters
     ----------
     checkpoint
-        Run folder (its newest intact checkpoint) or checkpoint, from any layout.
+        Run folder (its newest intact checkpoint), checkpoint from any layout, or Hugging Face folder.
     target
         Folder to create, with weights (safetensors), configuration, tokenizer, model card and certificate.
     to
@@ -106,10 +107,16 @@ def export(checkpoint: Path, target: Path, /, *, to: Literal["hf"] = "hf", prove
     with loading():
         from shoal.infer.certificate import certify
         from shoal.interop.export import export as write
+        from shoal.interop.importing import as_checkpoint
 
-    source = write(checkpoint, target)
-    proven = prove and certify(source, target)
-    print(f"{target}: {'proven equal to' if proven else 'made from'} {source}")
+    scratch = target.with_name(f".{target.name}.imported")
+    try:
+        source = write(as_checkpoint(checkpoint, scratch), target)
+        proven = prove and certify(source, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    made_from = checkpoint if source.parent == scratch else source
+    print(f"{target}: {'proven equal to' if proven else 'made from'} {made_from}")
 
 
 def import_(

@@ -76,7 +76,8 @@ def train(
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     init
-        Run or checkpoint whose weights a new run starts from.
+        Run, checkpoint or Hugging Face folder whose weights a new run starts from. A Hugging Face folder also
+        gives the settings of the model that CONFIG leaves out.
     init_optimizer
         With --init, also keep the optimiser's moments.
     allow_tokenizer_mismatch
@@ -94,6 +95,10 @@ def train(
     _add_short(overrides, {"steps": steps, "lr": lr, "batch_size": batch_size, "seq_len": seq_len})
     words = _lay_out(overrides, layout)
     resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
+    if init is not None:
+        from shoal.interop.hugging_face import with_model_of
+
+        resolved = with_model_of(resolved, init)
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.launch.start import start

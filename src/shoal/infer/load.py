@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.checkpoint.manifest import MANIFEST, read_decoder, resolve_checkpoint
+from shoal.checkpoint.manifest import read_decoder, resolve_checkpoint
 from shoal.checkpoint.tensors import load_weights
 from shoal.config.layout_rules import check_tensor_cut
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
@@ -19,6 +19,7 @@ from shoal.infer.generate import GeneratedRow, generate
 from shoal.infer.sampling import Sampling
 from shoal.infer.score import Score, Span, score
 from shoal.interop.foreign import Told, open_foreign
+from shoal.interop.hugging_face import is_hugging_face
 from shoal.interop.importing import named_weights
 from shoal.models.decoder import Decoder
 from shoal.parallel.tensor import cut_for_inference
@@ -76,7 +77,7 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
         sizes = (dist.get_world_size() // tp, tp)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "tp"))
         replica, num_replicas = mesh.get_local_rank("replica"), sizes[0]
-    if is_foreign(path):
+    if is_hugging_face(path):
         checkpoint = path
         model, tokenizer, eod_id = load_foreign(path, device, tp)
     else:
@@ -105,11 +106,6 @@ def load_decoder(
     model.to_empty(device=device)
     load_weights(checkpoint, model, dist.group.WORLD if mesh is not None else None)
     return model.eval(), eod_id
-
-
-def is_foreign(path: Path) -> bool:
-    """Say whether a folder is Hugging Face's."""
-    return (path / "config.json").is_file() and not (path / MANIFEST).exists()
 
 
 def load_foreign(path: Path, device: torch.device, tp: int) -> tuple[Decoder, Tokenizer, int]:

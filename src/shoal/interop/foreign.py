@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.checkpoint.manifest import refuse_imagined
 from shoal.config.sections import Model
 from shoal.errors import CheckpointError, InputError
-from shoal.interop.hugging_face import model_of
+from shoal.interop.hugging_face import model_of, read_config
 from shoal.interop.pickles import read_pickle
 from shoal.interop.tables import EMBEDDINGS, Entry, Family, family_of, table
 from shoal.models.decoder import Decoder
@@ -129,9 +129,7 @@ def open_foreign(path: Path, told: Told) -> Foreign:
 
 def _open_hugging_face(folder: Path) -> Foreign:
     where = str(folder / "config.json")
-    config = read_json(folder / "config.json", "configuration")
-    if not isinstance(config, dict):
-        raise InputError(f"{where} is not a JSON object")
+    config = read_config(folder)
     model = model_of(config, where)
     held: dict[str, Callable[[], Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from shoal.config.sections import Model
-from shoal.errors import InputError
-from shoal.models.shape import ModelShape
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.config.sections import Config, Model
+from shoal.errors import ConfigError, InputError
+from shoal.models.shape import ModelShape, resolve_shape
+from shoal.runtime.files import read_json
 
+_OF_TRAINING = ("vocab_size", "padded_vocab_size", "dropout", "attention_dropout")  # and of the data
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Say whether a folder is Hugging Face's."""
+    return (path / "config.json").is_file() and not (path / MANIFEST).exists()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json."""
+    config = read_json(folder / "config.json", "configuration")
+    if not isinstance(config, dict):
+        raise InputError(f"{folder / 'config.json'} is not a JSON object")
+    return config
+
+
+def with_model_of(config: Config, folder: Path) -> Config:
+    """Take what `config` does not set of the model from a Hugging Face folder; from any other nothing.
+
+    A ConfigError names the settings to give where `config` sets something else.
+    """
+    if not is_hugging_face(folder):
+        return config
+    theirs = model_of(read_config(folder), str(folder / "config.json"))
+    shape, ours = resolve_shape(theirs, theirs.vocab_size), config.model
+    given = {
+        name: value for name in ours.model_fields_set if (value := getattr(ours, name)) or value is False
+    }
+    wanted = {name: value for name, value in asdict(shape).items() if name not in _OF_TRAINING}
+    if other := {name: value for name, value in wanted.items() if given.get(name, value) != value}:
+        listed = ", ".join(f"model.{name} = {value}, not {given[name]}" for name, value in other.items())
+        settings = " ".join(f"--model.{name}={str(value).lower()}" for name, value in other.items())
+        if config.train.seq_len > shape.max_seq_len:
+            settings += f" --train.seq_len={shape.max_seq_len}"
+        raise ConfigError(f"{folder} has {listed}", hint=f"add {settings}")
+    return config.model_copy(update={"model": ours.model_copy(update=wanted)})
 
 
 def config_json(shape: ModelShape, eod_id: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 from collections.abc import Iterator
@@ -10,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shoal.checkpoint import commit
-from shoal.checkpoint.manifest import MANIFEST, STATE, WEIGHTS, Manifest, file_entry
+from shoal.checkpoint.manifest import MANIFEST, STATE, WEIGHTS, Manifest, file_entry, resolve_checkpoint
 from shoal.checkpoint.tensors import FILE_BYTES, write_file
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer, read_tokenizer
 from shoal.errors import CheckpointError, DataError, InputError, counted
 from shoal.interop.foreign import Foreign, Told, open_foreign
+from shoal.interop.hugging_face import is_hugging_face
 from shoal.interop.tables import EMBEDDINGS, Entry, table
 from shoal.models.shape import ModelShape
-from shoal.runtime.files import new_folder
+from shoal.runtime.files import disk_error, new_folder
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,30 @@ class Wanted:
     told: Told = field(default_factory=Told)
     tokenizer: Path | None = None
     eod_id: int | None = None
+
+
+def as_checkpoint(path: Path, folder: Path) -> Path:
+    """Return the verified checkpoint that `path` names; import a Hugging Face folder into `folder` first.
+
+    It is imported once for all processes that share `folder`, and again after its files have changed.
+    """
+    if not is_hugging_face(path):
+        return resolve_checkpoint(path)
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps([str(path.resolve()), facts]).encode())
+    target = folder / f"init-{digest[:8]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".init.lock").open("w")
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    with lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            run(path, target, Wanted())
+    return resolve_checkpoint(target)
 
 
 def run(path: Path, target: Path, wanted: Wanted) -> None:

@@ -72,7 +72,8 @@ class Request:
         task.check(layout)
         if self.init is not None and not self.init.exists():
             raise InputError(
-                f"--init {self.init} does not exist", hint="give a run folder or a checkpoint folder"
+                f"--init {self.init} does not exist",
+                hint="give a run folder, a checkpoint or a Hugging Face folder",
             )
         if self.init_optimizer and self.init is None:
             raise InputError(

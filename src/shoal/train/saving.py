@@ -51,7 +51,9 @@ def resume(job: Job) -> int:
             return _resume_from(job, checkpoint, read_state(checkpoint))
         _refuse_to_start_over(job.run_dir)
         if job.request.init is not None:
-            checkpoint = resolve_checkpoint(job.request.init)
+            from shoal.interop.importing import as_checkpoint
+
+            checkpoint = as_checkpoint(job.request.init, job.run_dir)
             _load_init(job, checkpoint, read_state(checkpoint))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error

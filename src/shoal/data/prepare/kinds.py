@@ -77,10 +77,10 @@ def find_kind(path: Path, text_key: str) -> str:
         return "parquet"
     if packed:
         message = f"{path} is compressed and holds no JSON lines with the key {text_key!r}"
-        raise NotTextError("compressed files", message, "decompress it first")
+        raise NotTextError("compressed file", message, "decompress it first")
     if is_json:
         raise NotTextError(
-            "JSON files that are not JSON lines",
+            "plain JSON file",
             f"{path} is not JSON lines: one object a line, with the text under {text_key!r}",
             f"make lines of an array with jq -c '.[]' {path.name} > {path.stem}.jsonl; name another key with "
             "--text-key; a copy that ends in .txt is taken as plain text",
@@ -88,7 +88,7 @@ def find_kind(path: Path, text_key: str) -> str:
     if (zero := head.find(b"\0")) >= 0:
         like = " (it looks like UTF-16)" if head.startswith(_UTF16) else ""
         message = f"{path} is a binary file: byte {zero} is zero{like}"
-        raise NotTextError("binary files", message, "convert it to UTF-8 text first, or leave it out")
+        raise NotTextError("binary file", message, "convert it to UTF-8 text first, or leave it out")
     return "text"
 
 

@@ -32,7 +32,7 @@ _MAX_BLANK = 1 << 18  # lines without text, one after the other
 _MAX_PACKED = 256  # how many times its size in a file a Parquet column may take; text takes 3 to 20
 _MAX_REPEATED = 16  # how many times the size of the whole column its texts may have, written out
 _SMALL = 32 << 20  # characters that it may take in any case
-_NAME_THE_KEY = "name the key or column that holds the text with --text-key"
+_NAME_THE_KEY = "name the key or column that holds the text with --text-key, or choose other files with --ext"
 _NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
 

@@ -17,6 +17,7 @@ from shoal.errors import DataError, InputError, counted, nearest
 
 STDLIB = "stdlib"
 _NOT_TEXT = {"__pycache__", "node_modules"}  # folders that are passed over, as hidden ones are
+_LISTED = 8  # kinds of files that are passed over, at most
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _RUN_AGAIN = "run the same command again when nothing writes to the text any more; it starts anew"
 _GLOB = frozenset("*?[")
@@ -104,8 +105,10 @@ class _Search:
             yield from _stdlib(self.role)
         elif path.is_dir():
             yield from self._in_folder(path)
-        elif path.exists():
+        elif path.is_file():
             yield self._named(path)
+        elif path.exists():
+            raise InputError(f"{path} is a pipe or device", hint="write the text to a file first")
         elif _GLOB & set(text):
             files = [p for p in map(Path, sorted(glob.glob(text, recursive=True))) if p.is_file()]
             if not files:
@@ -123,46 +126,45 @@ class _Search:
     def _in_folder(self, folder: Path) -> Iterator[SourceFile]:
         """Describe the files of a folder that look like text, and count all others by the reason."""
         taken, passed = 0, Counter[str]()
-        for path in _files_below(folder, passed):
+        for path in self._files_below(folder, passed):
             if not is_candidate(path, self.options.ext):
-                passed[f"{path.suffix.lower()} files" if path.suffix else "files without a suffix"] += 1
+                passed[f"{path.suffix.lower()} file" if path.suffix else "no-suffix file"] += 1
                 continue
             try:
-                yield _source(path, self.role, find_kind(path, self.options.text_key))
+                yield self._named(path)
                 taken += 1
             except NotTextError as error:
                 passed[error.label] += 1
         self.passed_over.update(passed)
         if not taken:
-            there = f"; passed over: {in_words(passed)}" if passed else " at all"
+            there = f"; passed over: {in_words(passed)}" if passed else ""
             raise DataError(
                 f"folder {folder} holds no text files{there}",
-                hint="--ext py md takes files by their suffixes; a file that is named is taken whatever it "
-                "is called",
+                hint="choose files by suffix (--ext py md), or name them one by one",
             )
+
+    def _files_below(self, folder: Path, passed: Counter[str]) -> Iterator[Path]:
+        """Yield the files below a folder; what is hidden, linked, or no file is counted in `passed`."""
+        for place, folders, files in os.walk(folder, onerror=_refuse_unreadable):
+            for path in [Path(place) / name for name in folders]:
+                hidden, output = path.name.startswith("."), path.absolute() == self.options.output.absolute()
+                if hidden or output or path.is_symlink() or path.name in _NOT_TEXT:
+                    folders.remove(path.name)
+                    kind = "hidden" if hidden else "output" if output else path.name
+                    passed[f"{'linked' if path.is_symlink() else kind} folder"] += 1
+            for path in [Path(place) / name for name in files]:
+                if path.name.startswith(".") or not path.is_file():
+                    passed["hidden file" if path.name.startswith(".") else "special file"] += 1
+                else:
+                    yield path
 
 
 def in_words(counts: Counter[str]) -> str:
-    """List what was counted, the most frequent first."""
+    """List what was counted, the most frequent first and the last ones together."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{number:,} {what}" for what, number in most)
-
-
-def _files_below(folder: Path, passed: Counter[str]) -> Iterator[Path]:
-    """Yield the files below a folder; what is hidden, linked, or no file is counted in `passed`."""
-    for place, folders, files in os.walk(folder, onerror=_refuse_unreadable):
-        for name in folders[:]:
-            hidden, linked = name.startswith("."), (Path(place) / name).is_symlink()
-            if hidden or linked or name in _NOT_TEXT:
-                folders.remove(name)
-                kind = "hidden folders" if hidden else "links to folders" if linked else f"{name} folders"
-                passed[kind] += 1
-        for name in files:
-            path = Path(place) / name
-            if name.startswith(".") or not path.is_file():
-                passed["hidden files" if name.startswith(".") else "broken links or devices"] += 1
-            else:
-                yield path
+    rest = sum(number for _, number in most[_LISTED:])
+    listed = [*most[:_LISTED], *([("other file", rest)] if rest else [])]
+    return ", ".join(f"{number:,} {what}{'s' * (number > 1)}" for what, number in listed)
 
 
 def _refuse_unreadable(error: OSError) -> None:
