@@ -6,7 +6,6 @@ Details have the level DEBUG: they are in the file always, and on the screen wit
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import TextIO
 
 from shoal.runtime.files import write_text
 
@@ -44,15 +44,13 @@ def quieten_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's and the store's C++ warnings
 
 
-class _Screen(logging.StreamHandler[io.TextIOBase]):
+class _Screen(logging.StreamHandler[TextIO]):
     """stdout: messages as they are; on a terminal wrapped between words, with the progress line below them.
 
     Each write begins by clearing the line, as the process that has drawn the progress may be another one.
     """
 
     def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample of text may hold anything
         super().__init__(sys.stdout)
         self._on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._line, self._drawn_at = "", 0.0

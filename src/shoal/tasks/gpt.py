@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.models.documents import document_ids
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.tasks.feed import Arrays
 from shoal.tasks.task import Rows, Task
-from shoal.tasks.tokens import open_tokens, with_vocabulary
+from shoal.tasks.tokens import TokenData, open_tokens, with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class MicroBatch:
 
     tokens_bt: Tensor
     dropout_keys_b: Tensor | None = None
-    place: int | None = None
+    place: int | None = field(default=None, kw_only=True)
 
 
 class Gpt(Task[NDArray[np.int64], MicroBatch]):
     """A decoder on token datasets; with data.reset_documents, documents do not see each other."""
 
     shape: ModelShape
+    data: TokenData
 
     def __init__(self, config: Config) -> None:
         data = open_tokens(config)
@@ -108,7 +109,7 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
         It has the size that training has, whatever the layout; what fills it is not seen.
         """
         seq_len, own = self.config.train.seq_len, ids[-self.config.train.seq_len :]
-        filled = [*own, *[self.data.facts()["eod_id"]] * (seq_len + 1 - len(own))]
+        filled = [*own, *[self.data.eod_id] * (seq_len + 1 - len(own))]
         return MicroBatch(torch.tensor([filled], device=self.device), place=len(own) - 1)
 
     def found(self, means: Sequence[float]) -> dict[str, float]:

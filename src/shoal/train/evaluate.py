@@ -66,8 +66,7 @@ def sample(job: Job, step: int) -> str:
         mesh.is_loss_rank and mesh.dp_rank == 0,
         np.random.default_rng((job.config.train.seed, step)),
     )
-    eod_id = task.data.facts()["eod_id"]
-    ids = [eod_id, *task.tokenizer.encode(job.config.eval.prompt)]
+    ids = [task.data.eod_id, *task.tokenizer.encode(job.config.eval.prompt)]
     job.model.train(on=False)
     for _ in range(job.config.eval.sample_tokens):
         chosen = 0
@@ -76,7 +75,7 @@ def sample(job: Job, step: int) -> str:
             # The largest of scores with Gumbel noise is a draw from their softmax; padding has -inf.
             chosen = int(chooses and (scores + random.gumbel(size=scores.shape)).argmax())
         chosen = int(job.process.sum(chosen)[0])
-        if chosen == eod_id or job.stop.requested():
+        if chosen == task.data.eod_id or job.stop.requested():
             break
         ids.append(chosen)
     job.model.train(on=True)
