@@ -58,7 +58,7 @@ def test_a_run_of_two_processes_with_a_restart_fits_80_columns(data, tmp_path):
     for shown in (
         "  run          runs/first",
         "  data         my-text",
-        "rank 1 was killed by signal 9 (SIGKILL)",
+        "restarting all ranks from the last committed checkpoint (restart 1 of 3)",
         "resumed from step-00000050 (restart 1)",
         "done: runs/first (curve: loss.png)",
     ):
