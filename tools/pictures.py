@@ -18,14 +18,13 @@ import struct
 import subprocess
 import sys
 import termios
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 COLUMNS = 80
-TRAIN = ("train", "tiny", "--data", "my-text", "--nproc", "2", "--eval.prompt", "ROMEO:")
-TRAIN += ("--train.steps", "400", "--train.log_every", "50", "--eval.every", "100")
+BEGIN = ("train", "tiny", "--data", "my-text", "--nproc", "2", "--eval.prompt", "ROMEO:")
+SETTINGS = ("--train.steps", "400", "--train.log_every", "50", "--eval.every", "100")
 RUN = "runs/tiny-my-text"
 PICTURED = re.compile(r"step 37\d/")  # the progress line that is seen in the picture
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -68,9 +67,10 @@ def screen_at(raw: str, moment: re.Pattern[str]) -> list[str]:
 def draw(lines: Sequence[str], path: Path) -> None:
     """Draw lines of a terminal into a PNG."""
     from matplotlib.figure import Figure
+    from PIL import Image  # matplotlib brings it
 
     height = 0.19 * (len(lines) + 1)
-    figure = Figure(figsize=(8.4, height), facecolor="#16181d")
+    figure = Figure(figsize=(6.7, height), facecolor="#16181d")
     layers = (("#d8dee9", DIM.sub(lambda found: " " * len(found[1]), line)) for line in lines)
     dimmed = (("#4c566a", _only_dim(line)) for line in lines)
     for place, row in enumerate(zip(layers, dimmed, strict=True)):
@@ -79,7 +79,8 @@ def draw(lines: Sequence[str], path: Path) -> None:
             figure.text(
                 0.02, y, CONTROL.sub("", text), color=colour, family="monospace", size=9.3, parse_math=False
             )
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=130)
+    Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)  # a third of the bytes
 
 
 def _only_dim(line: str) -> str:
@@ -111,13 +112,8 @@ def main(text: Path, folder: Path) -> None:
         base = Path(temporary)
         prepare = ("prepare", text.absolute(), "--output", "my-text", "--vocab-size", "512")
         subprocess.run(shoal(*prepare), cwd=base, check=True, stdout=subprocess.DEVNULL)
-        screen = screen_at(on_terminal(shoal(*TRAIN), base), PICTURED)
-        command = " \\\n".join(
-            textwrap.wrap(
-                f"$ shoal {shlex.join(TRAIN)}", COLUMNS - 2, subsequent_indent="    ", break_on_hyphens=False
-            )
-        )
-        draw([*command.splitlines(), *screen], folder / "run.png")
+        screen = screen_at(on_terminal(shoal(*BEGIN, *SETTINGS), base), PICTURED)
+        draw([f"$ shoal {shlex.join(BEGIN)} \\", f"    {shlex.join(SETTINGS)}", *screen], folder / "run.png")
         shutil.copy(base / RUN / "loss.png", folder / "loss.png")
         print(photograph_page(base / RUN, folder / "page.png") or "all pictures are made")
 
