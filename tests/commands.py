@@ -22,18 +22,22 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Command:
-    """`shoal ARGUMENTS` in the background, with its screen in files."""
+    """`shoal ARGUMENTS` in the background, with its screen in files, or on a `terminal`, an open file."""
 
-    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: object, env: dict[str, str] | None = None, folder: str = "", terminal: int = -1
+    ) -> None:
         words, variables = list(map(str, arguments)), os.environ | (env or {})
         self._screen, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
-        screen = self._screen.fileno(), self._errors.fileno()
+        screen = (terminal, terminal) if terminal >= 0 else (self._screen.fileno(), self._errors.fileno())
+        folder = folder or os.getcwd()
         self._child: forking.Child | subprocess.Popen[bytes]
         if sys.platform == "linux" and variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
-            self._child = forking.fork(_server(), words, variables, os.getcwd(), screen)
+            self._child = forking.fork(_server(), words, variables, folder, screen)
         else:  # a planted sitecustomize.py is read at the start
             command = [sys.executable, "-m", "shoal", *words]
-            self._child = subprocess.Popen(command, env=variables, stdout=screen[0], stderr=screen[1])
+            output = {"stdout": screen[0], "stderr": screen[1]}
+            self._child = subprocess.Popen(command, env=variables, cwd=folder, **output)
         self.pid = self._child.pid
 
     def poll(self) -> int | None:
@@ -75,6 +79,7 @@ def _server() -> Connection:
     program += "from shoal.launch.forking import serve\n"
     program += "serve(Connection(int(sys.argv[1])), sys.argv[2:])"  # until our end of the pipe is closed
     command = [sys.executable, "-c", program, str(theirs.fileno()), *_LOADED]
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    pipe = subprocess.PIPE  # a stream that began as a file seeks, and a terminal cannot
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     theirs.close()
     return ours

@@ -50,7 +50,7 @@ def begin_and_wait(one, step=0):
 
 
 def test_a_flipped_bit_is_named_and_what_was_right_is_not_read_again(data, tmp_path, caplog):
-    caplog.set_level("INFO", "shoal")
+    caplog.set_level("DEBUG", "shoal")
     assert verified(data, tmp_path / "a").startswith("once: 6 files")
     assert "data verified: 6 files" in caplog.text
     assert "GB/s" in caplog.text
@@ -119,7 +119,7 @@ def test_a_checkpoint_waits_for_the_reading_but_not_for_ever(data, tmp_path, mon
 def test_a_file_that_cannot_be_read_is_a_warning_and_read_again_next_time(
     data, tmp_path, monkeypatch, caplog, problem
 ):
-    caplog.set_level("INFO", "shoal")
+    caplog.set_level("DEBUG", "shoal")
 
     def hash_but_one(path):
         if path.name == "train.bin":

@@ -29,7 +29,7 @@ def test_only_what_a_restart_cannot_mend_ends_a_job(tmp_path: Path, monkeypatch,
         raise OSError(code, os.strerror(code), str(request.run_dir / "metrics.jsonl"))
 
     monkeypatch.setattr(worker, "_train", failing)
-    monkeypatch.setattr(worker, "to_rank_file", lambda *_: None)
+    monkeypatch.setattr(worker, "to_rank_file", lambda *_, **__: None)
     monkeypatch.setattr(worker, "all_is_loaded", lambda: None)
     with pytest.raises(ShoalError if lasts else OSError, match=r"metrics\.jsonl"):
         worker.run(Request(Config(), tmp_path))

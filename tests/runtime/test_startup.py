@@ -211,6 +211,20 @@ def test_a_start_says_once_what_it_does_and_on_stderr_only(tmp_path, data, nproc
     assert "loading" not in done.stdout
 
 
+def seconds_until_the_first_word(data):
+    """Return the processor time of `shoal train` until then, which is all that a quiet machine takes."""
+    started = Started("train", "tiny", "--data", data, "--nproc", "2")
+    started.wait_for_word()
+    used = Path(f"/proc/{started.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    started.process.kill()
+    started.end()
+    return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_first_words_come_within_half_a_second(data):
+    assert any(seconds_until_the_first_word(data) < 0.5 for _ in range(5))  # others may share the core
+
+
 def test_what_takes_no_time_says_nothing(tmp_path):
     started = Started("train", "no-such-preset")
     status, said = started.end()

@@ -41,7 +41,8 @@ def values_of(data, layout, model, recompute="none", **sections):
         else {"recompute": recompute}
     )
     train = {"micro_batch_size": 2, "steps": 5} | again
-    sections = {"eval": {"every": 5, "sequences": 7}, **sections}
+    evaluation = {"every": 5, "sequences": 7, "prompt": "Once", "sample_tokens": 5}
+    sections = {"eval": evaluation, **sections}
     return tiny_config(
         data,
         model=MODELS[model],
@@ -59,6 +60,8 @@ def check(ranks, reference):
     assert got["steps"] == [1, 2, 3, 4, 5]
     np.testing.assert_allclose(got["losses"], reference["losses"], rtol=2e-6)
     np.testing.assert_allclose(got["norms"], reference["norms"], rtol=2e-6)
+    samples = [[line["sample"] for line in run["lines"] if "sample" in line] for run in (got, reference)]
+    assert samples[0] == samples[1] != []
     validation = [
         [line["validation_loss"] for line in run["lines"] if "validation_loss" in line]
         for run in (got, reference)

@@ -19,7 +19,7 @@ from shoal.checkpoint.manifest import committed, verify
 from shoal.errors import ShoalError
 from shoal.runtime.log import log
 from shoal.runtime.run_folder import held
-from shoal.train import metrics
+from shoal.train.curve import Curve
 from tests.checkpoint.damage import cut_short, flip_bit, permissions_count
 from tests.train.ranks import run_training
 
@@ -131,7 +131,7 @@ def run_cases(base: Path, values: dict[str, Any], shift: int, stride: int) -> li
 
     def start(run: Path) -> str:
         try:
-            with permissions_count(), held(run), mock.patch.object(metrics, "draw_curve"):  # most of the time
+            with permissions_count(), held(run), mock.patch.object(Curve, "draw"):  # most of the time
                 result = run_training(run, values)
         except ShoalError as error:
             return str(error)

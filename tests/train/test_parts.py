@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -15,9 +14,8 @@ from shoal.config.sections import Config, Guard, Optimizer, Schedule
 from shoal.errors import ConfigError, ShoalError
 from shoal.parallel.norm import GradientNorm
 from shoal.runtime.device import Device
-from shoal.train.clock import PHASES, Rates, StepClock
+from shoal.train.clock import Rates, StepClock
 from shoal.train.guard import LossGuard
-from shoal.train.metrics import Metrics
 from shoal.train.optimiser import build_optimiser, clip_gradients, optimiser_tensors, unscale_gradients
 from shoal.train.request import refuse_other_run
 from shoal.train.schedule import learning_rate
@@ -274,29 +272,3 @@ def test_settings_that_a_resume_honours_are_told_and_moved_data_is_none_of_them(
     other = validate(tiny_config(Path("here"), train={"seed": 4}), "test")
     with pytest.raises(ConfigError, match=r"belongs to another run: train\.seed was 3, now 4"):
         refuse_other_run(other, stored, Path("step-1"))
-
-
-@pytest.mark.parametrize(
-    ("scale", "skipped", "words"), [(1, 0, ""), (2, 0, "loss scale 2"), (1024, 3, "3 steps skipped")]
-)
-def test_the_screen_tells_the_loss_scale_and_skipped_steps_where_there_are_any(scale, skipped, words):
-    figures = {f"{name}_ms": 1.0 for name in PHASES}
-    figures |= {f"{name}_bytes": 1e9 for name in ("allocated", "peak", "reserved")}
-    line = figures | {"step": 3, "step_ms": 100.0, "mfu": 0.5, "lr": 1e-3, "loss": 2.0, "grad_norm": 1.0}
-    line |= {"tokens_per_s": 10.0, "loss_scale": scale, "skipped": skipped}
-    config = validate(tiny_config(Path("here")), "test")
-    metrics = SimpleNamespace(
-        _config=config, rates=SimpleNamespace(unit="tokens"), _process=SimpleNamespace(world_size=1)
-    )
-    said = Metrics._console_line(metrics, line)
-    assert words in said
-    assert ("loss scale" in said) == (scale != 1)
-    assert ("skipped" in said) == (skipped > 0)
-    assert "| 0:00 left |" in said  # 2 steps of 0.1 s
-    assert "by rank" not in said
-
-    line |= {"least_peak_bytes": 1e9, "most_peak_bytes": 3e9, "most_peak_bytes_rank": 1}
-    line |= {"least_busy_ms": 40.0, "most_busy_ms": 60.0, "most_busy_ms_rank": 0}
-    metrics._process = SimpleNamespace(world_size=2)
-    told = Metrics._console_line(metrics, line)
-    assert "by rank: peak 1.00 to 3.00 GB (most: 1), busy 40 to 60 ms (most: 0)" in told

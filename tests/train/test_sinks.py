@@ -79,8 +79,34 @@ def test_tensorboard_shows_what_metrics_jsonl_says_after_a_resume_too(pool, data
     shown = tensorboard_scalars(tmp_path)
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert list(losses) == [1, 2, 3, 4, 5, 6]
-    assert shown["loss"] == pytest.approx(losses)
-    assert {"grad_norm", "lr", "tokens_per_s", "test_loss", "save_held_s", "data_s"} <= set(shown)
+    assert shown["train/loss"] == pytest.approx(losses)
+    names = {"train/grad_norm", "train/lr", "speed/tokens_per_s", "test/loss", "time/save_held_s"}
+    assert names | {"time/data_s", "memory/peak_bytes", "memory/most_peak_bytes_rank"} <= set(shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "grouped"),
+    [
+        ("loss", "train/loss"), ("loss_scale", "train/loss_scale"), ("tokens", "train/tokens"),
+        ("validation_loss", "validation/loss"), ("test_perplexity", "test/perplexity"),
+        ("tokens_per_s_per_device", "speed/tokens_per_s_per_device"), ("mfu_measured", "speed/mfu_measured"),
+        ("step_ms", "speed/step_ms"), ("forward_ms", "time/forward_ms"), ("forward_s", "time/forward_s"),
+        ("seconds", "time/seconds"), ("least_busy_ms_rank", "time/least_busy_ms_rank"),
+        ("reserved_bytes", "memory/reserved_bytes"), ("sync_bytes", "sync/bytes"),
+    ],
+)  # fmt: skip
+def test_figures_have_the_name_of_their_group(name, grouped):
+    assert sinks.grouped(name) == grouped
+
+
+def test_tensorboard_shows_a_sample_as_text(tmp_path):
+    opened = open_sinks(tmp_path, "tensorboard")
+    opened.put({"step": 5, "sample": "Once upon a time"})
+    opened.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Tensors("train/sample/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (5, b"Once upon a time")
 
 
 def test_a_resumed_run_hides_what_was_written_after_its_step(tmp_path):
@@ -89,7 +115,7 @@ def test_a_resumed_run_hides_what_was_written_after_its_step(tmp_path):
         for step in range(begin + 1, end + 1):
             opened.put({"step": step, "loss": loss})
         opened.close()
-    assert tensorboard_scalars(tmp_path)["loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
+    assert tensorboard_scalars(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
 def test_several_sinks_get_every_figure_of_every_line(tmp_path, wandb, trackio):
@@ -102,8 +128,8 @@ def test_several_sinks_get_every_figure_of_every_line(tmp_path, wandb, trackio):
         assert options["project"] == "tides"
         assert options["config"]["train"]["seed"] == 1234
         assert logged == [
-            ("log", 1, {"loss": 2.0, "applied": True}),
-            ("log", 2, {"loss": 1.0, "applied": True}),
+            ("log", 1, {"train/loss": 2.0, "train/applied": True}),
+            ("log", 2, {"train/loss": 1.0, "train/applied": True}),
         ]
         assert last == ("finish",)
 

@@ -97,7 +97,7 @@ class Verifier:
             num_files, num_bytes = num_files + 1, num_bytes + size
         if num_files:
             gb, seconds = num_bytes / 1e9, max(time.monotonic() - began, 1e-9)
-            log.info(f"data verified: {counted(num_files, 'file')}, {gb:.3g} GB at {gb / seconds:.2g} GB/s")
+            log.debug(f"data verified: {counted(num_files, 'file')}, {gb:.3g} GB at {gb / seconds:.2g} GB/s")
 
     def _places(self, path: Path) -> tuple[Path, Path]:
         return path.parent / CACHE, self._run_dir / CACHE

@@ -6,7 +6,6 @@ Details have the level DEBUG: they are in the file always, and on the screen wit
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import TextIO
 
 from shoal.runtime.files import write_text
 
@@ -44,15 +44,13 @@ def quieten_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's and the store's C++ warnings
 
 
-class _Screen(logging.StreamHandler[io.TextIOBase]):
+class _Screen(logging.StreamHandler[TextIO]):
     """stdout: messages as they are; on a terminal wrapped between words, with the progress line below them.
 
     Each write begins by clearing the line, as the process that has drawn the progress may be another one.
     """
 
     def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample of text may hold anything
         super().__init__(sys.stdout)
         self._on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._line, self._drawn_at = "", 0.0
@@ -61,19 +59,20 @@ class _Screen(logging.StreamHandler[io.TextIOBase]):
         text = super().format(record)
         if not self._on_terminal:
             return text
-        return _CLEAR + "\n".join(wrapped(line, _columns(), "    ") for line in text.split("\n"))
+        columns = shutil.get_terminal_size().columns
+        return _CLEAR + "\n".join(wrapped(line, columns, "    ") for line in text.split("\n"))
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
         self._draw()
 
-    def show(self, text: str, share: float | None) -> None:
+    def show(self, text: str, share: float) -> None:
         """Show another progress line, at most ten times a second; an empty one at once."""
         if not self._on_terminal or (text and time.monotonic() - self._drawn_at < 0.1):
             return
-        room = 0 if share is None else min(40, _columns() - len(text) - 3)
-        done = round((share or 0) * room)
-        self._line = f"{text}  {'━' * done}\x1b[2m{'━' * (room - done)}\x1b[0m" if room > 0 else text
+        room = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 3)) if text else 0
+        done = round(share * room)
+        self._line = f"{text}  {'━' * done}\x1b[2m{'━' * (room - done)}\x1b[0m" if room else text
         with self.lock or contextlib.nullcontext():
             self._draw()
 
@@ -84,16 +83,13 @@ class _Screen(logging.StreamHandler[io.TextIOBase]):
                 os.write(self.stream.fileno(), f"{_CLEAR}{self._line}".encode())
 
 
-def _columns() -> int:
-    return shutil.get_terminal_size().columns
-
-
 def wrapped(text: str, width: int, indent: str) -> str:
     """Break a line between words, and indent all but the first part. Long words, as paths, stay whole."""
-    lines = textwrap.wrap(
+    if len(text) <= width:
+        return text
+    return textwrap.fill(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(lines) if len(text) > width else text
 
 
 def to_screen(*, verbose: bool = False) -> None:
@@ -105,8 +101,8 @@ def to_screen(*, verbose: bool = False) -> None:
     log.propagate = False
 
 
-def show_progress(text: str, share: float | None = None) -> None:
-    """Show a line below the log on a terminal, with a bar where a share is done; an empty one removes it."""
+def show_progress(text: str, share: float = 0.0) -> None:
+    """Show a line with a bar of the share done below the log, on a terminal; an empty text removes it."""
     for handler in log.handlers:
         if isinstance(handler, _Screen):
             handler.show(text, share)

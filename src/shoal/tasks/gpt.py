@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal import scoring
-from shoal.config.layout import Layout
 from shoal.config.sections import Config
+from shoal.data.dataset import Dataset
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import ConfigError
 from shoal.models.counts import count_parameters, flops_per_token
@@ -23,7 +22,7 @@ from shoal.models.documents import document_ids
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.tasks.feed import Arrays
 from shoal.tasks.task import Rows, Task
-from shoal.tasks.tokens import open_tokens, with_vocabulary
+from shoal.tasks.tokens import TokenData, open_tokens, with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,36 +34,24 @@ class MicroBatch:
 
     tokens_bt: Tensor
     dropout_keys_b: Tensor | None = None
-    place: int | None = None
+    place: int | None = field(default=None, kw_only=True)
 
 
 class Gpt(Task[NDArray[np.int64], MicroBatch]):
     """A decoder on token datasets; with data.reset_documents, documents do not see each other."""
 
     shape: ModelShape
+    data: TokenData
+    tokenizer: Tokenizer  # where there is an eval.prompt
 
     def __init__(self, config: Config) -> None:
         data = open_tokens(config)
+        if config.eval.prompt:
+            self.tokenizer = _tokenizer_for_prompt(data.datasets[0])
         self.shape = resolve_shape(config.model, data.vocab_size)
         config = with_vocabulary(config, self.shape.vocab_size)
         super().__init__(config, replace(data, config=config))
         self._reset_after = data.eod_id if config.data.reset_documents else None
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The dataset's, for eval.prompt."""
-        if (path := self.data.datasets[0].tokenizer_path) is None:
-            raise ConfigError(
-                f"eval.prompt needs a tokenizer, and {self.data.datasets[0].path} has none",
-                hint="leave eval.prompt empty",
-            )
-        return load_tokenizer(path)
-
-    def check(self, layout: Layout) -> None:
-        """Raise a ConfigError where the model cannot be trained under a layout, or a prompt not be read."""
-        super().check(layout)
-        if self.config.eval.prompt:
-            self.tokenizer  # noqa: B018
 
     @property
     def flops_per_target(self) -> int:
@@ -108,7 +95,7 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
         It has the size that training has, whatever the layout; what fills it is not seen.
         """
         seq_len, own = self.config.train.seq_len, ids[-self.config.train.seq_len :]
-        filled = [*own, *[self.data.facts()["eod_id"]] * (seq_len + 1 - len(own))]
+        filled = [*own, *[self.data.eod_id] * (seq_len + 1 - len(own))]
         return MicroBatch(torch.tensor([filled], device=self.device), place=len(own) - 1)
 
     def found(self, means: Sequence[float]) -> dict[str, float]:
@@ -133,6 +120,14 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
                 f"end of document {self.data.facts()['eod_id']}",
             ),
         ]
+
+
+def _tokenizer_for_prompt(dataset: Dataset) -> Tokenizer:
+    if dataset.tokenizer_path is None:
+        raise ConfigError(
+            f"eval.prompt needs a tokenizer, and {dataset.path} has none", hint="leave eval.prompt empty"
+        )
+    return load_tokenizer(dataset.tokenizer_path)
 
 
 def dropout_keys(seed: int, samples: np.ndarray) -> np.ndarray:

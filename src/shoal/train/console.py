@@ -25,7 +25,7 @@ def step_lines(line: Mapping[str, Any], before: Mapping[str, Any], steps: int, u
         f"step {line['step']:>{len(str(steps))}}/{steps}  loss {loss}  lr {line['lr']:.2e}  "
         f"{per_s} {unit}/s  {line['left']} left"
     )
-    return "\n".join((shown, *(wrapped(f"  {note}", _WIDTH, "  ") for note in _unusual(line, before))))
+    return "\n  ".join((shown, *_unusual(line, before)))
 
 
 def _unusual(line: Mapping[str, Any], before: Mapping[str, Any]) -> Iterable[str]:

@@ -63,21 +63,18 @@ def sample(job: Job, step: int) -> str:
     """
     task, mesh = job.task, job.model.mesh
     assert isinstance(task, Gpt), "config.rules refuses a prompt for other tasks"
-    chooses, random = (
-        mesh.is_loss_rank and mesh.dp_rank == 0,
-        np.random.default_rng((job.config.train.seed, step)),
-    )
-    eod_id = task.data.facts()["eod_id"]
-    ids = [eod_id, *task.tokenizer.encode(job.config.eval.prompt)]
+    chooses = mesh.is_loss_rank and mesh.dp_rank == 0
+    random = np.random.default_rng((job.config.train.seed, step))
+    ids = [task.data.eod_id, *task.tokenizer.encode(job.config.eval.prompt)]
     job.model.train(on=False)
     for _ in range(job.config.eval.sample_tokens):
         chosen = 0
-        for logits in job.model.evaluate([task.window(ids)], [1]):
-            scores = logits[0].cpu().numpy() / _TEMPERATURE
+        for (logits,) in job.model.evaluate([task.window(ids)], [1]):
             # The largest of scores with Gumbel noise is a draw from their softmax; padding has -inf.
-            chosen = int(chooses and (scores + random.gumbel(size=scores.shape)).argmax())
+            noisy = logits.cpu().numpy() / _TEMPERATURE + random.gumbel(size=len(logits))
+            chosen = int(noisy.argmax()) if chooses else 0
         chosen = int(job.process.sum(chosen)[0])
-        if chosen == eod_id or job.stop.requested():
+        if chosen == task.data.eod_id or job.stop.requested():
             break
         ids.append(chosen)
     job.model.train(on=True)

@@ -153,7 +153,7 @@ class Metrics:
         shown = ", ".join(f"{key} {value:{_FORMATS.get(key, '.4f')}}" for key, value in found.items())
         log.info(f"step {step}: {name} {shown}")
         self._write({"step": step, **{f"{name}_{key}": value for key, value in found.items()}})
-        if self._process.rank == 0:
+        if self._process.rank == 0 and name == "validation":
             self._curve.draw_if_time()
 
     def record_sample(self, step: int, text: str) -> None:

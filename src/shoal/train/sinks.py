@@ -26,12 +26,13 @@ from shoal.runtime.log import log
 _GROUPS = {"memory": "_bytes(_rank)?$", "speed": "_per_s|^mfu|^step_ms$", "time": "_m?s(_rank)?$|^seconds$"}
 _QUEUE_LINES = 1000  # some 5 MB; what a sink cannot keep up with is left out
 _CLOSE_S = 30.0  # for what is still queued at the end of a run, and for the sink's own farewell
+Figures = dict[str, float | str]  # by names that begin with their group; a sample of text is among them
 
 
 class Sink(Protocol):
-    """A place for metrics, whose names begin with their group. Made and used in one thread."""
+    """A place for metrics. Made and used in one thread."""
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Figures) -> None:
         """Take the figures of a step; a step may come several times, with other figures."""
 
     def close(self) -> None:
@@ -77,8 +78,8 @@ class Sinks:
         """Hand the figures of a line on; returns at once."""
         step = line["step"]
         for feed in self._feeds:
-            figures = {grouped(n): v for n, v in line.items() if n != "step" and isinstance(v, int | float)}
-            feed.put(step, figures)
+            shown = {n: v for n, v in line.items() if n != "step" and isinstance(v, int | float | str)}
+            feed.put(step, {grouped(name): value for name, value in shown.items()})
 
     def close(self) -> None:
         """Let each sink finish, for a limited time."""
@@ -93,12 +94,12 @@ class _Feed:
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name = name
         self._make = make
-        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(_QUEUE_LINES)
+        self._queue: Queue[tuple[int, Figures] | None] = Queue(_QUEUE_LINES)
         self._left_out = 0
         self._thread = Thread(target=self._serve, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, values: dict[str, float]) -> None:
+    def put(self, step: int, values: Figures) -> None:
         try:
             self._queue.put_nowait((step, values))
         except Full:
@@ -137,9 +138,10 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=5)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Figures) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -160,7 +162,7 @@ class _Wandb:
             settings=wandb.Settings(console="off", quiet=True),
         )
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Figures) -> None:
         self._run.log(values, step=step)
 
     def close(self) -> None:
@@ -178,7 +180,7 @@ class _Trackio:
             project=config.train.project, name=name, resume="allow", config=config.model_dump(), embed=False
         )
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Figures) -> None:
         self._trackio.log(values, step=step)
 
     def close(self) -> None:

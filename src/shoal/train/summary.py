@@ -21,7 +21,7 @@ _SHORT = ("run", "layout", "sync", "device", "model", "parameters", "data", "ste
 
 
 def print_summary(job: Job) -> None:
-    """Log layout, model, data, batch and schedule; as details the rest, with settings that are no defaults."""
+    """Log layout, model, data, batch and schedule; as details the rest, and settings that are no defaults."""
     rows = [*_machine(job), *_model(job), *_batch(job), *_schedule(job)]
     changed = [
         f"{name} = {value}"
