@@ -75,7 +75,7 @@ def quickstart(output: Path) -> None:
     result = bits_per_byte(load_text_model(killed, torch.device("cpu")), data)
     sampling = ("--max-tokens", "100", "--temperature", "0.8", "--seed", "1")
     _shoal("generate", str(killed), "--prompt", _PROMPT, *sampling)
-    print("\n")
+    print()
     _say(f"Done in {time.monotonic() - began:.0f} s", _summary(result, killed))
 
 
