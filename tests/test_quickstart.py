@@ -96,7 +96,8 @@ def commands(folder, tmp_path, monkeypatch):
     return recorded
 
 
-def test_both_runs_stop_after_the_kill_and_one_goes_on_to_the_end(commands, capsys):
+def test_both_runs_stop_after_the_kill_and_one_goes_on_to_the_end(commands, capsys, monkeypatch):
+    monkeypatch.setattr(demonstration, "bf16_is_native", lambda device: False)
     quickstart(Path("quickstart"))
     assert [words[0] for words in commands] == ["prepare", "train", "train", "train", "generate"]
     killed, undisturbed, rest = commands[1:4]
@@ -104,6 +105,7 @@ def test_both_runs_stop_after_the_kill_and_one_goes_on_to_the_end(commands, caps
     assert killed[: killed.index("--stop-after")] == rest
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 80
+    assert "no bf16 units" in screen
     assert "The digests are equal" in screen
     assert "by zlib -9: smaller" in screen or "by zlib -9: NOT smaller" in screen
     command = screen.partition("$ shoal train ")[2].partition("\n\n")[0].replace("\\\n", "").split("\n")[0]
