@@ -47,8 +47,9 @@ def hang_limit_s(runtime: Runtime) -> float:
 def _check_batch(config: Config, dp: int) -> None:
     total, micro = config.train.global_batch_size, config.train.micro_batch_size
     if total % dp:
-        low = total // dp * dp
-        near = " or ".join(str(n) for n in (low, low + dp) if n)
+        unit = dp * micro  # else the next complaint is of micro_batch_size
+        low = total // unit * unit
+        near = " or ".join(str(n) for n in (low, low + unit) if n)
         raise ConfigError(
             f"train.global_batch_size = {total} does not divide among {dp} data-parallel ranks",
             hint=f"use train.global_batch_size = {near}",
@@ -69,7 +70,7 @@ def _check_lengths(config: Config) -> None:
         if config.model.network == "decoder" and length > config.model.max_seq_len:
             raise ConfigError(
                 f"{name} = {length} is longer than model.max_seq_len = {config.model.max_seq_len} positions",
-                hint=f"raise model.max_seq_len or use {name} <= {config.model.max_seq_len}",
+                hint=f"use {name} = {config.model.max_seq_len} or less, or model.max_seq_len = {length}",
             )
     if config.schedule.min_lr is not None and config.optimizer.lr < config.schedule.min_lr:
         raise ConfigError(
