@@ -147,13 +147,22 @@ def test_sections_are_frozen_and_documented():
             assert field.description, name
 
 
-def test_the_hint_about_a_long_sequence_is_accepted():
-    values = {"model": {"max_seq_len": 64}, "train": {"seq_len": 65}}
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": {"max_seq_len": 64}, "train": {"seq_len": 65}},
+        {"optimizer": {"lr": 1e-5}, "schedule": {"min_lr": 1e-4}},
+        {"train": {"steps": 50}, "schedule": {"warmup_steps": 60}},
+        {"train": {"steps": 100}, "schedule": {"warmup_fraction": 0.5, "decay_steps": 400}},
+    ],
+)
+def test_each_value_in_a_hint_is_accepted(given):
     with pytest.raises(ConfigError) as caught:
-        rules.check(Config(**values), 1)
-    assert caught.value.hint == "use train.seq_len = 64 or less, or model.max_seq_len = 65"
-    rules.check(Config(model={"max_seq_len": 65}, train={"seq_len": 65}), 1)
-    rules.check(Config(model={"max_seq_len": 64}, train={"seq_len": 64}), 1)
+        rules.check(Config(**given), 1)
+    found = re.findall(r"(\w+)\.(\w+) = ([\d.e-]+)", caught.value.hint)
+    assert found
+    for section, name, value in found:
+        rules.check(Config(**given | {section: given.get(section, {}) | {name: float(value)}}), 1)
 
 
 def test_a_key_of_another_section_is_found_there():

@@ -76,7 +76,7 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak "
             f"optimizer.lr = {config.optimizer.lr:g}",
-            hint="lower schedule.min_lr",
+            hint=f"use schedule.min_lr = {config.optimizer.lr / 10:g}, or a higher optimizer.lr",
         )
     schedule, steps = config.schedule, config.train.steps
     decay = schedule.decay_steps or steps
@@ -84,7 +84,8 @@ def _check_lengths(config: Config) -> None:
     name = "warmup_fraction" if given is None else "warmup_steps"
     value = schedule.warmup_fraction if given is None else given
     warmup = value * decay if given is None else value
-    if warmup > min(decay, steps):
+    if warmup > (longest := min(decay, steps)):
+        shorter = longest // 10 if name == "warmup_steps" else longest / decay / 10
         ends = (
             f"the schedule, which ends at step {decay}"
             if decay <= steps
@@ -92,7 +93,7 @@ def _check_lengths(config: Config) -> None:
         )
         raise ConfigError(
             f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
-            hint="use fewer warm-up steps or more train.steps",
+            hint=f"use schedule.{name} = {shorter:g}, or more train.steps",
         )
 
 
