@@ -151,7 +151,7 @@ def prepare(
         Files, folders or quoted globs: .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv or .parquet. `stdlib`
         is the source code of this Python's standard library (12 MB, offline). Labelled examples: .npz files
         (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST IDX files, or
-        `random-images`.
+        `random-images` (generated, for timing).
     output
         Dataset folder to create, or to continue.
     tokenizer

@@ -150,6 +150,8 @@ def _without_noise(entry: HelpEntry) -> HelpEntry:
     """Leave out a default that is empty or stands in the text, and how a switch that is off is turned off."""
     if entry.default == "False":
         return entry.copy(default=None, negative_names=())
-    default = re.sub(r"[(),']", "", entry.default or "")  # of a tuple, as it is typed
+    default = entry.default or ""
+    if default.startswith("("):
+        default = re.sub(r"[(),']", "", default)  # a tuple, as it is typed
     told = default in ("", '""') or "default: " in _markup(entry).lower()
     return entry.copy(default=None if told else default)
