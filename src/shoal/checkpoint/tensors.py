@@ -153,9 +153,7 @@ def write_file(path: Path, tensors: Tensors) -> None:
     """Write whole tensors as one safetensors file; an OSError says what the disk said."""
     try:
         path.touch()
-        mode = (
-            path.stat().st_mode
-        )  # that of any new file; safetensors leaves one that its owner alone can read
+        mode = path.stat().st_mode  # by the umask; safetensors makes files for their owner alone
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
     except SafetensorError as error:  # holds the system's words, and no number

@@ -44,21 +44,16 @@ _MAIN = {
     "checkpoint": ("every", "keep-last"),
     "runtime": ("device",),
 }
-_ELSEWHERE = {  # what other programs call an option
-    "learning-rate": "optimizer.lr",
-    "batch-size": "train.global-batch-size",
-    "max-steps": "train.steps",
-    "max-iters": "train.steps",
-    "block-size": "train.seq-len",
-    "context-length": "train.seq-len",
-    "num-layers": "model.n-layers",
-    "n-embd": "model.d-model",
-    "hidden-size": "model.d-model",
-    "num-heads": "model.n-heads",
-    "warmup-iters": "schedule.warmup-steps",
-    "epochs": "train.steps",
-    "out-dir": "run-dir",
-    "output-dir": "run-dir",
+_ELSEWHERE = {  # our options by what other programs call them
+    "optimizer.lr": ("learning-rate",),
+    "train.steps": ("max-steps", "max-iters", "epochs"),
+    "train.global-batch-size": ("batch-size",),
+    "train.seq-len": ("block-size", "context-length"),
+    "schedule.warmup-steps": ("warmup-iters",),
+    "model.n-layers": ("num-layers",),
+    "model.n-heads": ("num-heads",),
+    "model.d-model": ("n-embd", "hidden-size"),
+    "run-dir": ("out-dir", "output-dir"),
 }
 
 
@@ -107,7 +102,9 @@ def suggestion(given: str, options: Iterable[str]) -> str | None:
     A field's name, or a word that is one, finds its section, or the likeliest of several.
     """
     names = [option.removeprefix("--") for option in options if option.startswith("--")]
-    meant = {theirs: ours for theirs, ours in _ELSEWHERE.items() if ours in names}
+    meant = {
+        theirs: ours for ours, all_theirs in _ELSEWHERE.items() for theirs in all_theirs if ours in names
+    }
     for name in sorted(names, key=lambda name: name.startswith("sync.")):
         meant.setdefault(name.rpartition(".")[2], name)
     meant |= {name: name for name in names}

@@ -86,11 +86,9 @@ def _check_lengths(config: Config) -> None:
     warmup = value * decay if given is None else value
     if warmup > (longest := min(decay, steps)):
         shorter = longest // 10 if name == "warmup_steps" else longest / decay / 10
-        ends = (
-            f"the schedule, which ends at step {decay}"
-            if decay <= steps
-            else f"the run of {counted(steps, 'step')}"
-        )
+        ends = f"the schedule, which ends at step {decay}"
+        if decay > steps:
+            ends = f"the run of {counted(steps, 'step')}"
         raise ConfigError(
             f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
             hint=f"use schedule.{name} = {shorter:g}, or more train.steps",

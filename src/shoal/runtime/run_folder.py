@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.errors import EXIT_BAD_INPUT, InputError, ShoalError
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, ShoalError
 from shoal.runtime.files import alone_in, disk_error
 from shoal.runtime.log import log
 
@@ -36,18 +36,17 @@ def in_folder(run_dir: Path, work: Callable[[], int]) -> int:
 
     A new folder of a run that is refused before its first step goes again.
     """
-    is_new, refused = not os.path.lexists(run_dir), False
+    is_new, status = not os.path.lexists(run_dir), EXIT_DONE
     with held(run_dir):
         try:
             status = work()
-            refused = status == EXIT_BAD_INPUT
-            return status
         except InputError:
-            refused = True
+            status = EXIT_BAD_INPUT
             raise
         finally:
-            if is_new and refused and not (run_dir / "metrics.jsonl").exists():
+            if is_new and status == EXIT_BAD_INPUT and not (run_dir / "metrics.jsonl").exists():
                 shutil.rmtree(run_dir, ignore_errors=True)
+    return status
 
 
 @contextmanager
