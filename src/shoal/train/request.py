@@ -98,7 +98,7 @@ def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tupl
         from_here = "" if _other_shape(config, stored, checkpoint) else f" --init {checkpoint}"
         raise ConfigError(
             f"{checkpoint} belongs to another run: {named}",
-            hint=f"restore the setting, or start a new run with --run-dir NEW{from_here}",
+            hint=f"change it back, or start a new run with --run-dir NEW{from_here}",
         )
     return [change for change in changes if change[0] != "data.datasets"]
 
