@@ -17,10 +17,12 @@ WHEELS ?=
 TORCH ?= 2.11.0
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_READY := .venv/.ready-demo
 OTHER := .venv-torch-$(TORCH)
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
+.NOTPARALLEL:  # setup and demo install into the same .venv
 .PHONY: help setup demo test proof check mutate bench bench-train gpu-check gpu-rehearse test-torch wheels clean
 .DEFAULT_GOAL := help
 
@@ -30,13 +32,15 @@ help: ## show this list
 setup: $(READY) ## make .venv and install (does nothing when nothing changed)
 
 $(OTHER)/.ready: export TORCH_VERSION = $(TORCH)
-$(READY) $(OTHER)/.ready: pyproject.toml constraints.txt tools/setup.py
+$(READY) $(OTHER)/.ready: export EXTRAS = test
+$(DEMO_READY): export EXTRAS = data,report
+$(READY) $(DEMO_READY) $(OTHER)/.ready: pyproject.toml constraints.txt tools/setup.py
 	@test -n "$(PYTHON)" || { echo 'error: no Python >= 3.11 found; install one, or: make setup PYTHON=/path/to/python3.12' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: $(PYTHON) is not a Python >= 3.11; name another one: make setup PYTHON=...' >&2; exit 1; }
 	@VENV="$(@D)" TORCH_SOURCE="$(TORCH_SOURCE)" "$(PYTHON)" tools/setup.py
-	@touch $@
+	@touch $@ $(@D)/.ready-demo
 
-demo: setup ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
+demo: $(DEMO_READY) ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
 	$(BIN)/shoal quickstart
 
 test: setup ## run the test suite, two files at a time

@@ -32,7 +32,7 @@ SHAPES = {
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50_257},
 }
 PROMPT, NEW = 32, 64
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 
 
 def models_of(shape: str, folder: Path) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from shoal.interop.importing import run as import_checkpoint
 NEW, PROMPT, BATCH, PROMPTS = 64, 32, 8, 64
 TURN_S, TURNS = 8.0, 5
 FLOOR = 0.8  # of generate's tokens/s
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 
 
 @dataclass

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
-from cyclopts import App
 
-from shoal.cli.app import app
 from shoal.config import rules
-from shoal.config.load import preset_names, validate
-from shoal.config.sections import Config
-from shoal.errors import ConfigError
+from shoal.config.load import load_config
+from tests.pages import rows, wrong_commands, wrong_settings
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "coming-from.md").read_text()
 
@@ -38,71 +33,6 @@ tokenizer-type cache-dir use-tfrecords seq-length max-preds-per-seq deepspeed de
 deepscale deepscale_config deepspeed_mpi
 """,
 )
-NO_SETTINGS = ("metrics.jsonl", "tokenizer.json")  # names of files
-
-
-def rows(page):
-    """Return (theirs, ours) of each row of each table."""
-    cells = [re.split(r" \| ", line.strip("| ")) for line in page.splitlines() if line.startswith("| ")]
-    assert all(len(row) == 2 for row in cells), [row for row in cells if len(row) != 2]
-    return [(theirs, ours) for theirs, ours in cells if not set(theirs) <= {"-"}]
-
-
-def shoal_spans(page):
-    """Return what stands in code font about Shoal: outside of tables, and in their second column."""
-    prose = "\n".join(line for line in re.sub(r"(?ms)^```.*?^```", "", page).splitlines() if line[:1] != "|")
-    return [
-        span for text in (prose, *(ours for _, ours in rows(page))) for span in re.findall("`([^`]+)`", text)
-    ]
-
-
-def shoal_commands(page):
-    """Return every command line: in code font, and in shell blocks."""
-    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```", page)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return lines + [span for span in shoal_spans(page) if span.startswith("shoal ")]
-
-
-def options_of(command: App) -> set[str]:
-    names = {name for argument in command.assemble_argument_collection() for name in argument.names}
-    return names | {name.replace("_", "-") for name in names}
-
-
-def wrong_commands(page):
-    """Find commands, options and presets that do not exist."""
-    wrong = []
-    for line in shoal_commands(page):
-        _, name, *words = shlex.split(line)
-        if name not in app:
-            wrong.append(line)
-            continue
-        command = app[name]
-        while words and words[0] in command:
-            command, words = command[words[0]], words[1:]
-        given = [word for word in words if word.startswith("--")]
-        wrong += [f"{line}: {option}" for option in given if option not in options_of(command)]
-        if name == "train" and words and words[0][0] != "-" and not words[0].endswith(".toml"):
-            wrong += [line] * (words[0] not in preset_names())
-    return wrong
-
-
-def wrong_settings(page):
-    """Find settings that do not exist, or would not take the value that the page gives them."""
-    wrong = []
-    for span in shoal_spans(page):
-        found = re.fullmatch(r"([a-z_]+)\.([a-z_0-9]+)( = .+)?", span)
-        if not found or span in NO_SETTINGS:
-            continue
-        section, field, value = found.groups()
-        fields = Config.model_fields
-        if section not in fields or field not in fields[section].annotation.model_fields:
-            wrong.append(span)
-            continue
-        try:
-            validate({section: tomllib.loads(field + value) if value else {}}, span)
-        except ConfigError:
-            wrong.append(span)
-    return wrong
 
 
 def test_every_setting_exists_and_takes_its_value():
@@ -128,9 +58,8 @@ def test_each_row_says_what_to_do_instead_or_why_not():
     assert empty == []
 
 
-def test_the_configuration_on_the_page_is_one():
-    (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE)
-    rules.check(validate(tomllib.loads(text), "page"), dp=8)
+def test_the_preset_of_the_example_trains_on_its_eight_gpus():
+    rules.check(load_config("megatron-345m", {}), dp=8)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mpirun import mpirun, needs_mpi
 from tests.shared import SHARED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,9 +35,9 @@ PROOF = pytest.mark.proof
 
 
 @pytest.mark.parametrize(
-    "way", ["environment", pytest.param("file", marks=PROOF), pytest.param("tcp", marks=PROOF)]
+    "way", [*(pytest.param(way, marks=PROOF) for way in ("environment", "file", "tcp")), "store"]
 )
-def test_processes_find_each_other_in_three_ways(way):
+def test_processes_find_each_other_in_four_ways(way):
     status, lines, errors = run("start.py", "--size", "3", "--way", way)
     assert status == 0, errors
     assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 3 on cpu" for n in range(3)]
@@ -48,6 +49,14 @@ def test_under_torchrun_its_ranks_are_taken():
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     status, lines, errors = run("start.py", launcher=torchrun)
     assert status == 0, errors
+    assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 2 on cpu" for n in range(2)]
+
+
+@needs_mpi
+def test_under_mpirun_its_ranks_are_taken():
+    done = mpirun(2, EXAMPLES / "start.py")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
     assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 2 on cpu" for n in range(2)]
 
 
@@ -152,6 +161,37 @@ def test_shares_are_disjoint_and_cover_every_batch(monkeypatch):
             batch = order[first : first + BATCH]
             taken = [sample for rank in ranks for sample in rank[number]]
             assert sorted(taken) == sorted(batch[: len(batch) // size * size])
+
+
+def test_uneven_parts_end_with_the_weights_that_fit_all_samples_best(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from partition import samples
+
+    inputs, targets = samples()
+    best = torch.linalg.lstsq(torch.cat([inputs, torch.ones(len(inputs), 1)], 1), targets).solution
+    status, lines, errors = run("partition.py", "--parts", "0.7", "0.2", "0.1")
+    assert status == 0, errors
+    assert [line.partition(",")[0] for line in lines] == [
+        f"rank {rank}: {count} samples" for rank, count in enumerate((700, 200, 100))
+    ]
+    for line in lines:
+        assert [float(word) for word in line.split()[-3:]] == pytest.approx(best[:3, 0].tolist(), abs=1e-4)
+
+
+def test_parts_are_shuffled_shares_of_their_sizes_that_do_not_overlap(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from partition import DataPartitioner
+
+    data = [10 * n for n in range(19)]
+    order = list(range(19))
+    random.Random(1234).shuffle(order)
+    partitioner = DataPartitioner(data)
+    parts = [list(partitioner.use(k)) for k in range(3)]
+    assert [len(part) for part in parts] == [13, 3, 1]  # two are left over
+    assert [*parts[0], *parts[1], *parts[2]] == [10 * n for n in order[:17]]
+    assert len(DataPartitioner(data, (0.5, 0.5)).use(1)) == 9
+    with pytest.raises(SystemExit, match="add up to 1 at the most"):
+        DataPartitioner(data, (0.7, 0.7))
 
 
 def test_files_that_are_no_digits_are_refused(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ def test_versions_code_and_counts_are_no_figures(words):
 def test_the_lines_of_a_transcript_are_examples_and_lists_are_not():
     assert uncovered("docs/new.md", "Such as\n\n    took 3.5 s\n\n```\n4.5 s\n```\n", []) == []
     assert len(uncovered("docs/new.md", "- so\n\n    - took 3.5 s\n\n    | 4.5 s |\n", [])) == 2
+    assert len(uncovered("docs/new.md", "Such as\n\n    took 3.5 s\n\nIt took 4.5 s.\n", [])) == 1
 
 
 CLAIM = f"It makes {v(1510.4, ',.0f')} tokens/s, {v(1.0149, '.2f')} times the other's."

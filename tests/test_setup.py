@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -102,6 +105,80 @@ def test_torch_is_good_from_2_11(setup, tmp_path, version, good):
     python.write_text(f"#!/bin/sh\necho {version}\n")
     python.chmod(0o755)
     assert (setup.good_torch(python) == version) is good
+
+
+def stand_in(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def pip(monkeypatch, tmp_path):
+    """Load tools/setup.py with a shell script in place of .venv's Python."""
+
+    def load(script, extras):
+        monkeypatch.setenv("VENV", str(tmp_path))
+        monkeypatch.setenv("EXTRAS", extras)
+        stand_in(tmp_path / "bin/python", script)
+        spec = importlib.util.spec_from_file_location("setup_tool", ROOT / "tools" / "setup.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_pip_is_heard_only_where_it_fails(pip, capfd):
+    assert pip("echo a hundred lines", "test").pip_install("x")
+    assert not pip("echo no such package; exit 1", "test").pip_install("x", complain=False)
+    assert capfd.readouterr() == ("", "")
+    module = pip("echo no such package; exit 1", "test")
+    assert not module.pip_install("x")
+    assert capfd.readouterr().err.strip() == "no such package"
+    assert module.LOG.read_text() == "a hundred lines\n" + 2 * "no such package\n"
+
+
+def test_progress_stays_on_one_line_of_80_columns(pip, capsys, monkeypatch):
+    module = pip("", "test")
+    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True, raising=False)
+    module.show("Collecting a\n  Downloading " + 200 * "b" + "\n", 9.7)
+    shown = capsys.readouterr().out.removeprefix("\r\033[K")
+    assert shown.startswith("   10 s  Downloading bbb")
+    assert len(shown) < 80
+
+
+def test_what_the_demonstration_may_not_import_is_not_compiled_for_it(pip):
+    for extras, compiled in (("test", True), ("data,report", False)):
+        module = pip("echo $@", extras)
+        module.pip_install("x")
+        assert ("--no-compile" not in module.LOG.read_text().splitlines()[-1]) is compiled
+
+
+def test_the_demonstration_installs_less_and_nothing_twice(tmp_path):
+    """The Makefile, with a recorder in place of tools/setup.py, on an environment that is not there yet."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    recorder = "import os, pathlib\npathlib.Path('.venv').mkdir(exist_ok=True)\n"
+    recorder += "print(os.environ['EXTRAS'], file=open('installed', 'a'))\n"
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/setup.py").write_text(recorder)
+    for name in ("shoal", "python"):
+        stand_in(tmp_path / ".venv/bin" / name, "")
+
+    def installed(*targets):
+        (tmp_path / "installed").write_text("")
+        environment = {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"}
+        subprocess.run(["make", "-j4", *targets], cwd=tmp_path, check=True, env=environment)
+        return (tmp_path / "installed").read_text().split()
+
+    assert installed("demo") == ["data,report"]
+    assert installed("demo") == []
+    assert installed("test") == ["test"]
+    os.utime(tmp_path / "constraints.txt")
+    assert installed("test") == ["test"]
+    assert installed("demo", "test") == []
 
 
 def test_everything_that_setup_installs_has_an_exact_pin():

@@ -34,6 +34,7 @@ ROOMS = (
     Room("strategies", ["strategies"], 2_000),
     Room("comm", ["comm"], 600),
     Room("diagnosis", ["diagnosis"], 500),
+    Room("networks", ["networks"], 700),
     Room("interop", ["interop"], 900),
     Room("data", ["data", "scoring"], 1_550, but="data/prepare"),
     Room("prepare", ["data/prepare"], 3_400),

@@ -1,4 +1,7 @@
-"""Make .venv and install Shoal into it; `make setup` calls this when something it depends on changed.
+"""Make .venv and install Shoal into it; `make setup` and `make demo` call this when what they need changed.
+
+EXTRAS names the extras of pyproject.toml to install: `test` holds all that Shoal can use, the demonstration
+needs less. pip's output goes into .venv/setup.log, and to the screen where it failed.
 
 A torch that is there and new enough is kept. Otherwise constraints.txt says which version, and the machine
 says which build: on Linux without an NVIDIA GPU the CPU one, since PyPI's brings gigabytes of CUDA libraries.
@@ -14,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +25,11 @@ CONSTRAINTS = ROOT / "constraints.txt"
 VENV = ROOT / os.environ.get("VENV", ".venv")
 VENV_PYTHON = VENV / "bin" / "python"
 OTHER_TORCH = os.environ.get("TORCH_VERSION", "")
+EXTRAS = os.environ.get("EXTRAS", "test")
+LOG = VENV / "setup.log"
+# The test tools import nearly all; the demonstration does not, and modules are compiled when first imported.
+COMPILE = [] if EXTRAS == "test" else ["--no-compile"]
+POLL_S = 0.2
 NEEDED_BYTES = 9_000_000_000  # for an environment with the CUDA build, and pip's downloads on the way
 OLDEST_TORCH = (2, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -55,6 +64,8 @@ def usable_venv() -> bool:
 def make_venv() -> None:
     """Create .venv, with sight of the base Python's packages where these hold a good torch."""
     is_base = sys.prefix == sys.base_prefix
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stage(f"Create {VENV.name} with Python {version}")
     sight = ["--system-site-packages"] if is_base and good_torch(sys.executable) else []
     if subprocess.run([sys.executable, "-m", "venv", "--clear", *sight, VENV], check=False).returncode:
         sys.exit(
@@ -64,10 +75,33 @@ def make_venv() -> None:
 
 
 def pip_install(*arguments: str | Path, complain: bool = True) -> bool:
-    """Run `pip install` in .venv and say whether it worked."""
-    command = [VENV_PYTHON, "-m", "pip", "install", *arguments]
-    stderr = None if complain else subprocess.DEVNULL
-    return subprocess.run(command, stderr=stderr, cwd=ROOT, check=False).returncode == 0
+    """Run `pip install` in .venv and say whether it worked; a failure prints what pip wrote."""
+    with LOG.open("a+") as log:
+        start = log.tell()
+        command = [VENV_PYTHON, "-m", "pip", "install", "--progress-bar=off", *COMPILE, *arguments]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        began = time.monotonic()
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            log.seek(start)
+            show(log.read(), time.monotonic() - began)
+        log.seek(start)
+        if process.returncode and complain:
+            print(f"\n{log.read()}", file=sys.stderr)
+    return process.returncode == 0
+
+
+def show(output: str, seconds: float) -> None:
+    """Show the time so far and the last line of pip's output, on a terminal and within 80 columns."""
+    if sys.stdout.isatty():
+        last = " ".join((output.splitlines() or [""])[-1].split())
+        print(f"\r\033[K  {seconds:3.0f} s  {last[:70]}", end="", flush=True)
+
+
+def stage(text: str) -> None:
+    """Print the line of a stage in place of the progress of the one before."""
+    clear = "\r\033[K" if sys.stdout.isatty() else ""
+    print(f"{clear}{text}", flush=True)
 
 
 def has_gpu() -> bool:
@@ -95,9 +129,10 @@ def install_torch(version: str, source: str) -> bool:
 def ensure_torch() -> str:
     """Return the version of .venv's torch, installed first where there is no good one."""
     if version := good_torch(VENV_PYTHON):
-        print(f"torch {version} is there and kept", flush=True)
+        stage(f"Keep torch {version}, which is installed already")
         return version
     wanted = OTHER_TORCH or re.findall(r"(?m)^torch==(\S+)$", CONSTRAINTS.read_text())[0]
+    stage(f"Install torch {wanted}")
     source = os.environ.get("TORCH_SOURCE", "")
     if not install_torch(wanted, source):
         sys.exit(
@@ -147,13 +182,16 @@ def main() -> None:
     version = ensure_torch()
     pins = VENV / "constraints.txt"
     pins.write_text(pins_beside(version, torch_requirements()))
-    if not pip_install("-c", pins, "-e", ".[test]"):
+    stage(f"Install Shoal with [{EXTRAS}] and the packages that it needs")
+    if not pip_install("-c", pins, "-e", f".[{EXTRAS}]"):
         sys.exit("error: pip could not install Shoal\n  hint: see its message above, and run it again")
+    stage("Check that torch and Shoal start")
     if not runs(VENV_PYTHON, "import torch, shoal"):
         sys.exit(
             "error: torch was installed, but does not start\n  hint: see .venv/bin/python -c 'import torch'; "
             "name another source: make clean, then make setup TORCH_SOURCE=..."
         )
+    stage(f"{VENV.name} is ready; pip's output is in {LOG.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""How processes find each other: three ways to start, and the store that each of them ends in.
+"""How processes find each other: four ways to start, and the store that each of them ends in.
 
-    python examples/distributed/start.py --size 4 --way environment     (or: file, tcp)
+    python examples/distributed/start.py --size 4 --way environment     (or: file, tcp, store)
     torchrun --nproc-per-node 4 examples/distributed/start.py
+    mpirun -n 4 python examples/distributed/start.py
 
 All of them need a place that everybody knows: an address and port, or a file. There rank 0 keeps a store of
 keys and values, in which each process leaves its own address for the others. The other examples begin here.
@@ -24,18 +25,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-WAYS = ("environment", "file", "tcp")
+WAYS = ("environment", "file", "tcp", "store")
 TIMEOUT = timedelta(seconds=30)  # torch's own is half an hour
 
 
 def run(work: Callable[..., None], size: int, *arguments: Any, way: str = "environment") -> None:
     """Call `work(rank, size, device, *arguments)` in `size` processes that have found each other.
 
-    Under torchrun this process is one of them already. If one fails, the others end, and its number is said.
+    Under torchrun or mpirun this process is one of them already, and `size` and `way` are the launcher's. If
+    one fails, the others end, and its number is said.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        seat = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        rank_process(work, *seat, "environment", "", arguments)
+    if launched := seat_of_launcher():
+        rank_process(work, *launched, arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / "store") if way == "file" else str(free_port())
@@ -55,6 +56,18 @@ def run(work: Callable[..., None], size: int, *arguments: Any, way: str = "envir
                     for process in ranks:
                         process.terminate()
                     sys.exit(f"rank {rank} failed with status {ranks[rank].exitcode}")
+
+
+def seat_of_launcher() -> tuple[int, int, str, str] | None:
+    """Return rank, size, way and place that torchrun or mpirun has given this process, or None."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), "environment", ""
+    if "OMPI_COMM_WORLD_RANK" in env:  # all on this machine meet at a file with the name of the job
+        job = env.get("PMIX_NAMESPACE") or env["OMPI_MCA_ess_base_jobid"]
+        place = Path(tempfile.gettempdir()) / f"store-of-{job.replace('/', '-')}"
+        return int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"]), "file", str(place)
+    return None
 
 
 def rank_process(
@@ -83,6 +96,9 @@ def join(backend: str, rank: int, size: int, way: str, place: str) -> None:
         dist.init_process_group(
             backend, init_method=f"file://{place}", rank=rank, world_size=size, timeout=TIMEOUT
         )
+    elif way == "store":  # of one's own, which may hold other things as well
+        store = dist.TCPStore("127.0.0.1", int(place), size, is_master=rank == 0, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     else:
         address = f"tcp://127.0.0.1:{place}"
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -96,7 +112,7 @@ def free_port() -> int:
 
 def leave_notes(rank: int, size: int, device: torch.device) -> None:
     """Use the store by hand, as torch does to tell addresses: who comes first gets the first number."""
-    store = dist.distributed_c10d._get_default_store()  # the one that init_process_group has made
+    store = dist.distributed_c10d._get_default_store()  # made by init_process_group, or given to it
     arrival = store.add("arrivals", 1)  # atomic
     store.set(f"note of rank {rank}", f"rank {rank} of {size} on {device}, number {arrival} to come")
     for other in range(size):

@@ -131,6 +131,11 @@ def test_batches_that_do_not_divide_name_the_nearest_that_do(train, world_size, 
             {"train": {"steps": 100}, "schedule": {"warmup_fraction": 0.5, "decay_steps": 400}},
             "warmup_fraction = 0.5 is a warm-up of 200 steps, longer than the run of 100 steps",
         ),
+        (
+            {"train": {"recompute": "selective", "recompute_offload": True}},
+            "recompute_offload = true with train.recompute = selective: only the inputs of the chunks of",
+        ),
+        ({"train": {"recompute_offload": True}}, "recompute_offload = true with train.recompute = none"),
         ({"data": {"datasets": ("a",), "weights": (1.0, 2.0)}}, r"data.weights has 2 values for 1 dataset"),
     ],
 )

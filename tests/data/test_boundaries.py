@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import models, trainers
+from tokenizers import Tokenizer as Reference
+from tokenizers import models, pre_tokenizers, trainers
 
 from shoal.data import tokenizer as tokenizer_module
 from shoal.data.bytelevel import BYTE_OF, CUTTABLE_PATTERNS
-from shoal.data.tokenizer import parse_tokenizer
+from shoal.data.tokenizer import closed_json, parse_tokenizer
 from tests.data.byte_level import byte_level
 
 BLANKS = [" ", "  ", "    ", "\n", "\n\n", "\n \n", "\t", "\t\t", "\r\n", "\x0b", "\x0c", "\x85"]
@@ -61,6 +63,30 @@ def test_its_merges_join_runs_of_blanks(own):
         assert len(ours.encode(text)) == 1, text
     with mock.patch.object(tokenizer_module, "PIECE_BYTES", 8):
         assert len(list(ours._pieces("the  end\n\n" * 50))) == 51
+
+
+@cache
+def closed(kind):
+    """Make a tokenizer of characters or words that knows half of what TEXTS is made of."""
+    words = sorted({word for word in WORDS[::2] if word != "'"})
+    content = closed_json("a ,中\n\u00a0🙂\x00" if kind == "char" else words, words=kind != "char")
+    built = Reference.from_str(content)
+    if kind == "whitespace":
+        built.pre_tokenizer = pre_tokenizers.Whitespace()
+    built.encode_special_tokens = True
+    return parse_tokenizer(built.to_str().encode(), "own"), built
+
+
+@pytest.mark.parametrize("kind", ["char", "word", "whitespace"])
+@given(text=TEXTS, piece_bytes=st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+@example(text="a <|endoftext|> <unk>\n中", piece_bytes=1)
+def test_characters_and_words_are_those_of_the_library_however_the_text_is_cut(kind, text, piece_bytes):
+    ours, reference = closed(kind)
+    with mock.patch.object(tokenizer_module, "PIECE_BYTES", piece_bytes):
+        if kind == "char" and piece_bytes == 1:
+            assert len(list(ours._pieces(text))) >= len(text)
+        assert ours.encode(text) == reference.encode(text).ids
 
 
 @given(text=TEXTS, piece_bytes=st.integers(1, 12))

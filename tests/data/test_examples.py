@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import importlib.util
 import json
 from io import BytesIO
 from unittest import mock
@@ -15,7 +16,8 @@ from shoal.data.dataset import open_dataset
 from shoal.data.examples import Examples, open_examples
 from shoal.data.loader import Loader
 from shoal.data.prepare import examples
-from shoal.data.prepare.examples import RANDOM, holds_examples, prepare_examples
+from shoal.data.prepare.examples import holds_examples, prepare_examples
+from shoal.data.prepare.images import DIGITS, DIGITS_32, RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, InputError, ShoalError, UnreadableError
 from tests.tiny_dataset import random_dataset
@@ -137,7 +139,7 @@ def test_a_damaged_archive_is_named(archive, tmp_path):
 
 
 def test_an_archive_is_measured_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(examples, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(examples, "MAX_BYTES", 1000)
     held = BytesIO()
     np.save(held, np.zeros((1000, 2)))
     with ZipFile(tmp_path / "large.npz", "w") as archive:
@@ -212,3 +214,64 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(archive, tmp_path, mon
     (path / "train.inputs.npy").unlink()
     with pytest.raises(DataError, match="prepare it again"):
         open_examples(path)
+
+
+def test_random_images_have_the_shape_and_classes_asked_for_and_depend_on_the_seed(tmp_path):
+    one, same, other = (
+        prepare(tmp_path / str(number), f"{RANDOM}:3x6x5:4", limit=60, seed=seed)
+        for number, seed in enumerate((1, 1, 2))
+    )
+    assert (one.shape, one.num_classes) == ((3, 6, 5), 4)
+    assert np.array_equal(one.split("train")[0], same.split("train")[0])
+    assert not np.array_equal(one.split("train")[0], other.split("train")[0])
+    images, labels = one.split("train")
+    means = [images[labels == label].mean(axis=0) for label in range(4)]
+    assert min(np.abs(a - b).mean() for a in means for b in means if a is not b) > 20  # classes differ
+
+
+@pytest.mark.parametrize("name", ["random-images:3x0x5:4", "random-images:3x5", "random-images:3x4x5x6:2"])
+def test_a_shape_that_is_none_is_rejected(tmp_path, name):
+    with pytest.raises(InputError, match="is not a shape and a number of classes"):
+        prepare(tmp_path / "data", name)
+
+
+def test_random_images_that_would_fill_the_memory_are_rejected(tmp_path):
+    with pytest.raises(InputError, match="999,999 images of random-images:3x224x224:10 take"):
+        prepare(tmp_path / "data", "random-images:3x224x224:10", limit=999_999)
+
+
+def test_cifar_batches_are_read_channels_first_with_a_test_split(tmp_path):
+    rng, folder = np.random.default_rng(0), tmp_path / "cifar"
+    folder.mkdir()
+    for name, count in (("data_batch_1", 20), ("data_batch_2", 20), ("test_batch", 6)):
+        records = rng.integers(0, 256, (count, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(count) % 10
+        records[:, 1] = records[:, 0]  # the first red pixel tells the class
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    made = prepare(tmp_path / "data", folder, split="3,1")
+    assert {name: len(labels) for name, (_, labels) in made.splits.items()} == {
+        "train": 30,
+        "validation": 10,
+        "test": 6,
+    }
+    assert made.shape == (3, 32, 32)
+    for inputs, labels in made.splits.values():
+        assert (inputs[:, 0, 0, 0] == labels).all()
+    (folder / "data_batch_2.bin").write_bytes(b"\x0b" + bytes(3072))
+    with pytest.raises(DataError, match="has a label of 11"):
+        prepare(tmp_path / "again", folder)
+    (folder / "data_batch_2.bin").write_bytes(bytes(3000))
+    with pytest.raises(DataError, match="does not hold whole records"):
+        prepare(tmp_path / "again", folder)
+
+
+def test_the_digits_of_scikit_learn_are_a_real_set_in_two_shapes(tmp_path, monkeypatch):
+    small, large = (prepare(tmp_path / name, name, split="8,1,1") for name in (DIGITS, DIGITS_32))
+    assert (small.shape, large.shape, small.num_classes) == ((28, 28), (3, 32, 32), 10)
+    assert sum(len(labels) for _, labels in small.splits.values()) == 1797
+    images = [made.split("train")[0] for made in (small, large)]
+    assert [array.max() for array in images] == [255, 255]
+    assert np.array_equal(images[0][:, 14, 14], images[1][:, 2, 16, 16])  # the same pixel of 8 x 8
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="comes with scikit-learn, which is not installed"):
+        prepare(tmp_path / "none", DIGITS)

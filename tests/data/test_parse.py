@@ -31,6 +31,11 @@ TEXTS = [
 
 
 def sources_of(*paths, **options):
+    return search(*paths, **options)[0]
+
+
+def search(*paths, **options):
+    """Return the sources in these paths, and what was passed over."""
     return find_sources(PrepareOptions(tuple(map(str, paths)), output=paths[0].parent / "out", **options))
 
 
@@ -280,8 +285,94 @@ def test_folders_and_globs_are_searched_in_sorted_order(tmp_path):
     assert len(twice) == 3
 
 
+WIKI = '{"id": "1", "text": "An article.\\n"}\n{"id": "2", "text": "Another."}\n'
+
+
+def test_a_folder_gives_what_looks_like_text_and_counts_the_rest(tmp_path):
+    taken = ["README", "a.md", "b.RST", "src/c.py", "src/d.rs", "AA/wiki_00", "AA/e.json"]
+    passed = [".git/x.txt", "node_modules/y.js", "__pycache__/z.py", "f.png", "g.png", ".env", "h.pdf"]
+    for name in [*taken, *passed, "i.py", "package.json", "AA/one.json"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(WIKI if name.startswith("AA") else "plain text")
+    (tmp_path / "i.py").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "package.json").write_text('{\n "name": "x"\n}')
+    (tmp_path / "AA" / "one.json").write_text('{"name": "x"}')
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    sources, counted = search(tmp_path)
+    assert sorted(os.path.relpath(source.path, tmp_path) for source in sources) == sorted(taken)
+    kinds = {Path(source.path).name: source.kind for source in sources}
+    assert kinds == {
+        **dict.fromkeys(["README", "a.md", "b.RST", "c.py", "d.rs"], "text"),
+        **dict.fromkeys(["wiki_00", "e.json"], "jsonl"),
+    }
+    assert counted == {
+        "hidden folders": 1,
+        "node_modules folders": 1,
+        "__pycache__ folders": 1,
+        "hidden files": 1,
+        ".png files": 2,
+        ".pdf files": 1,
+        "binary files": 1,
+        "JSON files that are not JSON lines": 2,
+        "links to folders": 1,
+        "broken links or devices": 1,
+    }
+
+
+def test_ext_chooses_a_folders_files_by_their_suffixes(tmp_path):
+    for name in ["a.py", "b.MD", "c.txt", "d.log", "e.tar.log", "README"]:
+        (tmp_path / name).write_text("x")
+    sources, counted = search(tmp_path, ext=("md", ".log"))
+    assert [Path(source.path).name for source in sources] == ["b.MD", "d.log", "e.tar.log"]
+    assert counted == {".py files": 1, ".txt files": 1, "files without a suffix": 1}
+    with pytest.raises(DataError, match=r"holds no text files; passed over: 2 \.log files, 1 \.md files"):
+        search(tmp_path, ext=("tex",))
+
+
+@pytest.mark.parametrize("name", ["a.py", "b.log", "c", "d.v2", "e.rst"])
+def test_a_file_that_is_named_is_taken_as_text(tmp_path, name):
+    (tmp_path / name).write_text("{not json\n")
+    assert documents(rows([tmp_path / name])) == {(0, 0): "{not json\n"}
+
+
+@pytest.mark.parametrize(
+    "name", ["merged_cleand.json", "wiki_00", "c4-00001.json.gz", "c4.json.zst", "wiki_01.gz"]
+)
+@pytest.mark.parametrize("first", ["", "\ufeff", "\n\n"])
+def test_json_lines_are_known_by_looking(tmp_path, name, first):
+    content = (first + WIKI).encode()
+    packed = {"gz": gzip.compress, "st": lambda data: bytes(pa.compress(data, "zstd"))}.get(name[-2:], bytes)
+    (tmp_path / name).write_bytes(packed(content))
+    assert list(documents(rows([tmp_path / name])).values()) == ["An article.\n", "Another."]
+
+
+def test_a_parquet_file_is_known_whatever_its_name(tmp_path):
+    path = make("parquet", tmp_path).rename(tmp_path / "part-0.of-2")
+    assert list(documents(rows([path])).values()) == TEXTS
+
+
+def test_the_key_of_a_file_with_one_line_decides_whether_it_is_json_lines(tmp_path):
+    (tmp_path / "one").write_text('{"body": "x"}')
+    assert [search(tmp_path / "one", text_key=key)[0][0].kind for key in ("body", "text")] == [
+        "jsonl",
+        "text",
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+
+    def scandir(path):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        sources_of(tmp_path)
+
+
 def test_stdlib_is_real_text_on_every_machine(tmp_path):
-    found = find_sources(PrepareOptions(("stdlib",), tmp_path))
+    found, _ = find_sources(PrepareOptions(("stdlib",), tmp_path))
     assert sum(source.size for source in found) > 10_000_000
     assert all(first_bad_byte(Path(source.path)) is None for source in found)
 
@@ -293,13 +384,24 @@ def test_stdlib_is_real_text_on_every_machine(tmp_path):
         ("empty.txt", "", "there is no text in .*empty.txt: 1 files, all empty"),
         ("folder", None, "holds no text files"),
         ("*.md", None, "no file matches"),
-        ("picture.png", "x", "has a name whose kind is unknown"),
+        ("picture.png", "x\0", "picture.png is a binary file: byte 1 is zero"),
+        ("letter.tex", "\ufeffx".encode("utf-16-le").decode("latin-1"), r"zero \(it looks like UTF-16\)"),
+        (
+            "packed.txt.gz",
+            gzip.compress(b"text").decode("latin-1"),
+            "packed.txt.gz is compressed and holds no",
+        ),
+        ("cut.json.gz", gzip.compress(b'{"text": "x"}')[:-9].decode("latin-1"), "is compressed and holds no"),
+        ("array.json", '[{"text": "x"}, {"text": "y"}]', "array.json is not JSON lines"),
+        ("long.json", '{\n "text": "x"\n}', "long.json is not JSON lines: one object a line"),
+        ("other.json", '{"body": "x"}', "with the text under 'text'"),
+        ("empty.json", "", "empty.json is not JSON lines"),
     ],
 )
 def test_an_input_without_text_is_a_sentence(tmp_path, name, content, text):
     (tmp_path / "folder").mkdir()
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match=text):
         sources_of(tmp_path / name)
 

@@ -151,9 +151,10 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_said(prepare, corpus):
 
 
 def test_training_a_bpe_is_repeatable_and_bounded(corpus, tmp_path, monkeypatch):
-    sources = run.find_sources(PrepareOptions((str(corpus),), tmp_path))
+    sources, _ = run.find_sources(PrepareOptions((str(corpus),), tmp_path))
     form = vocabulary.Format("text", None, None, None)
-    trained = [vocabulary.train_bpe(sources, form, 400, seed=1, limit=None) for _ in range(2)]
+    options = PrepareOptions((str(corpus),), tmp_path, vocab_size=400)
+    trained = [vocabulary.make_vocabulary(options, sources, form, print) for _ in range(2)]
     assert trained[0] == trained[1]
     monkeypatch.setattr(vocabulary, "SAMPLE_RANGE", 1000)
 
@@ -181,7 +182,7 @@ def test_again_unchanged_does_nothing_and_says_so(prepare, corpus):
     ("options", "text"),
     [
         ({"seed": 2}, "seed was 1234, now 2"),
-        ({"tokenizer": "bpe"}, "tokenizer was bytes, now bpe 32000"),
+        ({"tokenizer": "bpe"}, "tokenizer was bytes, now bpe"),
         ({"split": "9,1"}, "split was 949,50,1, now 9,1"),
     ],
 )
@@ -332,7 +333,7 @@ def test_a_tokenizer_that_loses_the_text_is_refused(prepare, tmp_path):
 
 @pytest.mark.parametrize(
     ("tokenizer", "text"),
-    [("nosuch", "is neither a file nor one of bpe, gpt2, bytes"), (".", "holds no tokenizer")],
+    [("nosuch", "is neither a file nor one of bpe, char, word, gpt2, bytes"), (".", "holds no tokenizer")],
 )
 def test_a_tokenizer_that_is_not_there_is_a_sentence(prepare, corpus, tmp_path, tokenizer, text):
     choice = str(tmp_path) if tokenizer == "." else tokenizer

@@ -18,7 +18,7 @@ ROWS = [GeneratedRow([102, 105, 115, 104], 8), GeneratedRow([256], 8, prompt=1)]
 def greedy(run_dir, tp=1):
     """Return (row, id) of each token, in order."""
     loaded = load_text_model(Path(run_dir), torch.device("cpu"), tp=tp)
-    return list(loaded.generate(ROWS, Sampling(greedy=True)))
+    return list(loaded.generate(ROWS, Sampling(temperature=0)))
 
 
 @pytest.mark.parametrize(

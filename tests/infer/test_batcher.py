@@ -13,7 +13,7 @@ from shoal.infer.serve import batcher as batcher_module
 from shoal.infer.serve.batcher import Batcher, Ticket
 from tests.models.hf import decoder_from_hf, random_gpt2
 
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 PROMPTS = {"a": [5, 9], "b": list(range(20, 32)), "c": [7, 8, 9]}
 
 

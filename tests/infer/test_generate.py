@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from shoal.errors import InputError
-from shoal.infer.generate import DecodingBatch, Engine, GeneratedRow, generate, tokens_that_fit
+from shoal.infer.generate import (
+    DecodingBatch,
+    Engine,
+    GeneratedRow,
+    _announce_sliding,
+    generate,
+    tokens_that_fit,
+)
 from shoal.infer.sampling import Sampling
 from shoal.models.cache import KVCache
 from tests.models.hf import decoder_from_hf, random_gpt2, random_llama
 
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60, 59]]
 STYLES = pytest.mark.parametrize("make", [random_gpt2, random_llama])
 
@@ -124,16 +131,62 @@ def test_a_padded_id_is_never_drawn():
     assert len(drawn) > 50
 
 
-def test_what_does_not_fit_learned_positions_is_refused():
-    gpt2, llama = decoder_from_hf(random_gpt2()).shape, decoder_from_hf(random_llama()).shape
-    assert tokens_that_fit(gpt2, 10, None) == 22
-    assert tokens_that_fit(gpt2, 10, 22) == 22
+@STYLES
+def test_what_does_not_fit_the_positions_slides_or_is_rejected_on_request(make, caplog):
+    shape = decoder_from_hf(make()).shape
+    _announce_sliding.cache_clear()
+    assert tokens_that_fit(shape, 10, 22, strict=True) == tokens_that_fit(shape, 10, 22) == 22
+    assert tokens_that_fit(shape, 10, None, strict=True) == 22
+    assert caplog.messages == []
+    assert tokens_that_fit(shape, 10, None) == tokens_that_fit(shape, 40, None) == 256
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "note: prompt and new tokens exceed the model's 32 positions"
+    ]
     with pytest.raises(InputError, match=r"(?s)10 tokens and 23 new ones.* 32 positions.*--max-tokens 22"):
-        tokens_that_fit(gpt2, 10, 23)
+        tokens_that_fit(shape, 10, 23, strict=True)
     with pytest.raises(InputError, match=r"(?s)prompt of 32 tokens.*shorten the prompt"):
-        tokens_that_fit(gpt2, 32, None)
-    assert tokens_that_fit(llama, 10, 100) == 100
-    assert tokens_that_fit(llama, 40, None) == 256
+        tokens_that_fit(shape, 32, None, strict=True)
+
+
+def sliding_logits(model, prompt, steps):
+    """Return the logits before each greedy token, each of a fresh pass over the window, which holds 32."""
+    window, found = prompt[-32:], []
+    for _ in range(steps):
+        found.append(model(torch.tensor([window]))[0, -1])
+        window = (window[-15:] if len(window) == 32 else window) + [found[-1].argmax().item()]
+    return torch.stack(found)
+
+
+@STYLES
+def test_after_a_slide_the_next_token_follows_from_the_kept_window_alone(make, monkeypatch):
+    monkeypatch.setattr("shoal.infer.generate._PREFILL", 6)  # the kept half is read in parts, too
+    model = decoder_from_hf(make())
+    prompts = [[5, 9, 2], list(range(31)), list(range(60, 20, -1)), list(range(32))]
+    batch, made = DecodingBatch(Engine(model, 4, 32), None), [[] for _ in prompts]
+    for number, row in enumerate(rows_of(prompts, 70)):
+        list(batch.add(number, row, GREEDY))
+    while batch:
+        for number, logits in enumerate(torch.cat(batch._logits_bv)):
+            made[number].append(logits)
+        batch.advance()
+    for prompt, logits in zip(prompts, made, strict=True):
+        torch.testing.assert_close(torch.stack(logits), sliding_logits(model, prompt, 70), atol=5e-6, rtol=0)
+
+
+def test_rows_that_slide_leave_those_beside_them_as_they_are():
+    model = decoder_from_hf(random_gpt2())
+    rows = [GeneratedRow(prompt, n, prompt=n) for prompt, n in zip(PROMPTS, (80, 5, 40, 30), strict=True)]
+    sampling = Sampling(temperature=0.8, seed=4)
+    assert continuations(model, rows, sampling) == [continuations(model, [row], sampling)[0] for row in rows]
+
+
+def test_a_model_of_one_position_slides_to_each_new_token():
+    model = decoder_from_hf(random_gpt2(n_positions=1))
+    (made,) = continuations(model, [GeneratedRow([5, 9], 4)])
+    tokens = [9]
+    for _ in range(4):
+        tokens.append(model(torch.tensor([tokens[-1:]]))[0, -1].argmax().item())
+    assert made == tokens[1:]
 
 
 @STYLES

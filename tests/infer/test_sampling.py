@@ -56,13 +56,15 @@ def test_temperature_sharpens_and_greedy_takes_the_likeliest():
     generators = [row_generator(1, 0, sample) for sample in range(200)]
     assert set(choose(LOGITS.expand(200, -1), [Sampling(temperature=0.05)] * 200, generators)) == {3}
     assert len(set(choose(LOGITS.expand(200, -1), [Sampling(temperature=5.0)] * 200, generators))) == 4
-    assert choose(LOGITS, [Sampling(greedy=True)], []) == [3]
+    assert choose(LOGITS, [Sampling(temperature=0)], []) == [3]
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temperature": 0.0}, "temperature = 0.0 is not above 0.*--greedy"),
+        ({"temperature": -0.1}, "temperature = -0.1 is negative or not finite.*use 0 for the likeliest"),
+        ({"temperature": float("inf")}, "temperature = inf is negative or not finite"),
+        ({"temperature": float("nan")}, "temperature = nan is negative or not finite"),
         ({"top_k": -1}, "top-k = -1 is negative.*0 for no limit"),
         ({"top_p": 1.5}, "top-p = 1.5 is not above 0 and at most 1"),
         ({"top_p": 0.0}, "top-p = 0.0 is not above 0 and at most 1"),
@@ -75,7 +77,7 @@ def test_settings_out_of_range_are_refused(settings, said):
 
 def test_rows_of_one_batch_may_be_drawn_in_different_ways():
     ways = [
-        Sampling(greedy=True),
+        Sampling(temperature=0),
         Sampling(seed=3),
         Sampling(temperature=5.0, seed=4),
         Sampling(top_k=2, seed=5),

@@ -27,7 +27,7 @@ from shoal.infer.text import Writer, complete, prompt_rows
 from tests import commands
 from tests.infer.serving import events, serving
 
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from shoal.infer.terminal import GenerateOptions, answer, answer_file, converse,
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 
-WISH = GenerateOptions(Sampling(greedy=True), max_tokens=5)
+WISH = GenerateOptions(Sampling(temperature=0), max_tokens=5)
+STRICT = replace(WISH, max_length_error=True)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def test_stop_alone_or_the_end_of_the_file_leaves_and_stopwatch_does_not(loaded,
 
 
 def test_a_conversation_asks_and_survives_a_prompt_that_is_too_long(loaded, capsys):
-    converse(loaded, ["x" * 99 + "\n", "fish\n"], WISH, ask=True)
+    converse(loaded, ["x" * 99 + "\n", "fish\n"], STRICT, ask=True)
     said = capsys.readouterr()
     assert said.out.count("> ") == 3
     assert "99 tokens" in said.err
@@ -88,8 +90,21 @@ def test_a_prompt_that_does_not_fit_is_named_by_line_and_nothing_is_written(load
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "fish"}\n' + json.dumps({"prompt": "x" * 99}) + "\n")
     with pytest.raises(InputError, match=r"in.jsonl, line 2: a prompt of 99 tokens"):
-        answer_file(loaded, source, target, WISH)
+        answer_file(loaded, source, target, STRICT)
     assert not target.exists()
+
+
+def test_long_prompts_and_texts_slide_in_all_three_ways_to_ask(loaded, tmp_path, capsys):
+    prompt, wish = "fish" * 30, replace(WISH, max_tokens=90)
+    answer(loaded, prompt, wish)
+    said = capsys.readouterr().out
+    converse(loaded, [prompt], wish, ask=False)
+    assert capsys.readouterr().out == said
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": prompt}) + "\n")
+    answer_file(loaded, source, None, wish)
+    (made,) = json.loads(capsys.readouterr().out)["completions"]
+    assert (made["num_tokens"], prompt + made["text"] + "\n") == (90, said)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +113,10 @@ def test_a_prompt_that_does_not_fit_is_named_by_line_and_nothing_is_written(load
         ({"max_tokens": 0}, "--max-tokens 0 is not allowed"),
         ({"samples": 0}, "--samples 0"),
         ({"batch_size": -1}, "--batch-size -1"),
-        ({"sampling": Sampling(greedy=True), "samples": 2}, "same text 2 times"),
+        (
+            {"sampling": Sampling(temperature=0), "samples": 2},
+            "--temperature 0 would give the same text 2 times",
+        ),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused(wish, said):
@@ -132,10 +150,12 @@ def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
 def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "fish"}\n{"prompt": ""}\n')
-    wish = ["--input", str(prompts), "--greedy", "--max-tokens", "12"]
-    whole, cut = generate(trained_run, *wish), generate(trained_run, *wish, "--tp", "2")
+    wish = ["--input", str(prompts), "--max-tokens", "80"]  # 64 positions: both slide
+    whole = generate(trained_run, *wish, "--greedy")
+    cut = generate(trained_run, *wish, "--temperature", "0", "--tp", "2")
     assert (whole.returncode, cut.returncode) == (0, 0), cut.stderr
     assert cut.stdout == whole.stdout != ""
+    assert [done.stderr.count("note: prompt and new tokens exceed") for done in (whole, cut)] == [1, 1]
 
 
 def test_a_cut_that_does_not_divide_the_model_says_what_does(trained_run):

@@ -11,7 +11,7 @@ from shoal.infer.text import complete, prompt_rows, stream
 from tests.models.hf import decoder_from_hf, random_gpt2
 
 BYTES = parse_tokenizer(bytes_tokenizer_json().encode(), "bytes")
-GREEDY = Sampling(greedy=True)
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def test_a_completion_says_why_it_ended(loaded):
     assert (done.text, done.num_tokens, done.finish) == ("", 0, "eod")
 
 
-def test_an_empty_prompt_starts_a_document_and_a_long_one_is_refused(loaded):
+def test_an_empty_prompt_starts_a_document_and_a_long_one_is_refused_on_request(loaded):
     assert prompt_rows(loaded, "")[0].tokens == [256]
+    assert len(prompt_rows(loaded, "x" * 70)[0].tokens) == 70
     with pytest.raises(InputError, match="a prompt of 70 tokens"):
-        prompt_rows(loaded, "x" * 70)
+        prompt_rows(loaded, "x" * 70, strict=True)

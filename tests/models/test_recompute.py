@@ -16,8 +16,8 @@ from tests.models.tiny import STYLES, tiny_shape, tokens
 WAYS = pytest.mark.parametrize(("mode", "layers"), [("full", 1), ("full", 2), ("full", 5), ("selective", 1)])
 
 
-def loss_and_gradients(model, mode="none", layers=1, dtype=torch.float32, **inputs):
-    model.set_recompute(mode, layers)
+def loss_and_gradients(model, mode="none", layers=1, dtype=torch.float32, *, offload=False, **inputs):
+    model.set_recompute(mode, layers, offload=offload)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         loss = scoring.loss_sum(model(tokens(), **inputs), tokens(seed=2))
@@ -39,7 +39,9 @@ def test_losses_and_gradients_are_bit_equal_with_dropout(style, mode, layers, dt
     model = build_decoder(shape, seed=1, device="cpu")
     keys = torch.tensor([5, 6, 7])
     plain = loss_and_gradients(model, dtype=dtype, dropout_keys_b=keys)
-    assert_equal(plain, loss_and_gradients(model, mode, layers, dtype, dropout_keys_b=keys))
+    for offload in (False, True):
+        again = loss_and_gradients(model, mode, layers, dtype, offload=offload, dropout_keys_b=keys)
+        assert_equal(plain, again)
 
 
 @WAYS
@@ -58,11 +60,13 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._known = set()
+        self.copied = 0  # tensors written into others
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = function(*args, **(kwargs or {}))
+        self.copied += function is torch.ops.aten.copy_.default
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf):
                 self._count(leaf.untyped_storage(), given)
@@ -81,23 +85,34 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def activation_bytes(mode, layers=1):
-    """Return what a forward pass keeps for the backward pass, and the peak of both; head and loss apart."""
+def activations(mode, layers=1, *, offload=False):
+    """Return what a forward pass keeps for the backward pass, the peak of both, and the tensors copied.
+
+    Head and loss apart.
+    """
     model = build_decoder(tiny_shape("gpt2", n_layers=6), seed=1, device="cpu")
-    model.set_recompute(mode, layers)
+    model.set_recompute(mode, layers, offload=offload)
     with LiveBytes() as memory:
         hidden = model.hidden(tokens(batch=16))
-        kept = memory.live
+        kept, copied = memory.live, memory.copied
         hidden.sum().backward()
-    return kept, memory.peak
+    return kept, memory.peak, copied
 
 
 def test_full_keeps_a_tenth_and_halves_the_peak_and_selective_lies_between():
-    kept, peak = zip(*(activation_bytes(mode) for mode in ("none", "selective", "full")), strict=True)
+    kept, peak, _ = zip(*(activations(mode) for mode in ("none", "selective", "full")), strict=True)
     assert kept[2] < kept[1] < kept[0]
     assert kept[2] < 0.1 * kept[0]
     assert kept[1] < 0.7 * kept[0]
     assert peak[2] < 0.5 * peak[0]
+
+
+def test_offload_copies_what_enters_each_chunk_and_keeps_nothing_else():
+    (here, _, none), (there, _, copied) = (
+        activations("full", 2, offload=offload) for offload in (False, True)
+    )
+    assert (none, copied) == (0, 3)
+    assert there == here  # the copies in place of the inputs, which are freed
 
 
 def test_the_count_of_bytes_is_what_autograd_saves():
@@ -113,4 +128,4 @@ def test_the_count_of_bytes_is_what_autograd_saves():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.hidden(tokens(batch=16)).sum()
-    assert sum(size for size, _ in saved.values()) == pytest.approx(activation_bytes("none")[0], rel=0.02)
+    assert sum(size for size, _ in saved.values()) == pytest.approx(activations("none")[0], rel=0.02)

@@ -13,7 +13,7 @@ from tests.rehearse.fake_cuda import DEVICE, fake_rank
 
 
 @STYLES
-@pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(top_k=5, top_p=0.9)])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=5, top_p=0.9)])
 def test_prompts_of_unequal_length_are_continued(style, sampling):
     with fake_rank():
         model = build_decoder(tiny_shape(style), seed=1, device=DEVICE).eval()
@@ -34,4 +34,4 @@ def test_a_cache_on_the_host_is_refused():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shoal.models.cache.torch.zeros", on_host)
             with pytest.raises(RuntimeError, match="device"):
-                list(generate(model, [GeneratedRow([1, 2, 3], 2)], Sampling(greedy=True), stop_id=None))
+                list(generate(model, [GeneratedRow([1, 2, 3], 2)], Sampling(temperature=0), stop_id=None))

@@ -48,6 +48,13 @@ def test_offload_keeps_weights_gradients_and_moments_on_the_host(tmp_path, data,
         assert devices_of(job) == on(HOST)
 
 
+@pytest.mark.parametrize("layout", ["1", "zero3x2*tp2+sp", "pp2"])
+def test_inputs_of_recompute_in_host_memory(tmp_path, data, layout):
+    train = {"recompute": "full", "recompute_offload": True}
+    for job in train_as_all(tmp_path, data, layout, train=train):
+        assert devices_of(job) == on(DEVICE)
+
+
 @pytest.mark.parametrize("layout", ["1", "dp2", "zero3x2", "tp2", "pp2"])
 def test_steps_that_are_judged_late(tmp_path, data, layout):
     for job in train_as_all(tmp_path, data, layout, guard={"late": True}, optimizer={"clip": 1e-3}):

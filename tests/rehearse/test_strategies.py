@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from shoal.config.layout import parse_layout
-from shoal.data.prepare.examples import RANDOM, prepare_examples
+from shoal.data.prepare.examples import prepare_examples
+from shoal.data.prepare.images import RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from tests.rehearse.fake_cuda import DEVICE
 from tests.rehearse.ranks import devices_of, on, rehearse, values_of

@@ -22,11 +22,11 @@ CASES = [
     ("tp2", "llama", "selective"),
     ("tp2+sp", "llama-dropout", "none"),
     ("pp2", "gpt2-dropout", "none"),
-    ("pp2+interleaved", "gpt2-dropout", "full"),
+    ("pp2+interleaved", "gpt2-dropout", "offload"),
     ("pp2+zero_bubble", "llama", "none"),
     ("dp2*zero2x2", "llama-dropout", "none"),
     ("dp2*tp2", "gpt2-dropout", "none"),
-    ("zero3x2*tp2+sp", "llama-dropout", "full"),
+    ("zero3x2*tp2+sp", "llama-dropout", "offload"),
     ("pp2*tp2+sp", "llama", "full"),
     ("pp2*zero2x2", "gpt2", "none"),
 ]
@@ -35,7 +35,12 @@ PROOF = ("zero2x2", "tp4", "pp2+gpipe", "pp4", "zero1x2*tp2", "pp2*dp2", "pp2+in
 
 def values_of(data, layout, model, recompute="none", **sections):
     """Return a configuration; a learning rate at which five steps do not multiply rounding errors."""
-    train = {"micro_batch_size": 2, "recompute": recompute, "steps": 5}
+    again = (
+        {"recompute": "full", "recompute_offload": True}
+        if recompute == "offload"
+        else {"recompute": recompute}
+    )
+    train = {"micro_batch_size": 2, "steps": 5} | again
     sections = {"eval": {"every": 5, "sequences": 7}, **sections}
     return tiny_config(
         data,

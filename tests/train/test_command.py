@@ -62,13 +62,15 @@ def test_the_first_page_and_the_lines_tell_what_happens(whole):
 def test_the_first_page_warns_of_slow_products_and_says_how_chunks_fall(data, tmp_path):
     status, screen = shoal(
         data, tmp_path / "run", "--train.steps", "1", "--precision.dtype", "fp16", "--model.n_layers", "3",
-        "--train.recompute", "full", "--train.recompute_layers", "2", "--runtime.device", "cpu",
+        "--train.recompute", "full", "--train.recompute_layers", "2",
+        "--train.recompute_offload=true", "--runtime.device=cpu",
     )  # fmt: skip
     assert status == 0
     slow = "warning: fp16 matrix products are not in this CPU's hardware: large ones run some 50 times slower"
     assert slow in screen
     chunks = "full, 1 chunk of 2 layers and one of 1: train.recompute_layers does not divide 3 layers"
-    assert chunks in screen
+    assert f"{chunks}, their inputs in host memory" in screen
+    assert "train.recompute_offload = true saves nothing on a CPU, whose memory is the host's" in screen
 
 
 def test_a_run_leaves_its_settings_its_curve_and_every_step(whole):

@@ -88,7 +88,7 @@ def test_all_layers_and_steps_share_one_graph(monkeypatch, mode, apart):
         tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(step))
         documents = document_ids(tokens, step) if apart else None
         for model in models:
-            model.set_recompute(mode, 2)
+            model.set_recompute(mode, 2, offload=True)
             logits = model(tokens, dropout_keys_b=torch.tensor([step, 7]), documents_bt=documents)
             loss = scoring.loss_sum(logits, tokens)
             loss.backward()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.config.load import validate
+from shoal.config.load import load_config, validate
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import learning_rate
 from tests.shared import SHARED
@@ -31,10 +31,11 @@ def test_megatron_schedules_give_the_recorded_rates(case):
         assert learning_rate(config, taken + 1) == pytest.approx(rate, rel=1e-12, abs=1e-18), taken
 
 
-def test_the_printed_rates_of_documented_runs_reproduce_with_their_skipped_steps():
+def test_the_preset_gives_the_printed_rates_of_documented_runs_with_their_skipped_steps():
     golden = json.loads((SHARED / "goldens/gpt2_345m.json").read_text())["schedule"]
+    assert len(golden["rows"]) == 11
     for row in golden["rows"]:
-        config = schedule(golden["peak"], "cosine", golden["warmup_fraction"], row["E"])
+        config = load_config("megatron-345m", {"train": {"steps": row["E"]}})
         # What was printed at an iteration is the rate of the next step.
         rate = learning_rate(config, row["iteration"] + 1, row["skipped"])
         assert f"{rate:.3E}" == row["lr"]
@@ -70,8 +71,9 @@ def test_the_loss_scale_follows_the_recorded_trajectory(case):
 
 
 def test_the_scales_of_documented_runs_reproduce_with_their_overflows():
+    precision = load_config("megatron-345m", {}).precision
     golden = json.loads((SHARED / "goldens/gpt2_345m.json").read_text())["loss_scale"]
     for row in golden["rows"]:
-        ours = LossScaler(2.0**32, 1000, 2, 1.0, dynamic=True, forgiving=2)
+        ours = LossScaler.of(precision, fp16=True)
         assert all(ours.update(overflow=True) for _ in range(row["overflows"]))
         assert ours.scale == row["scale"]

@@ -42,6 +42,24 @@ def test_a_save_that_failed_ends_training_with_the_step_in_which_it_is_known(mon
     assert [call.args[0] for call in job.metrics.facts.call_args_list] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("done", "stopped", "steps"), [(True, False, [3, 4]), (False, True, []), (False, False, [3, 4])]
+)
+def test_a_validation_that_a_stop_cut_short_is_made_up_before_training_goes_on(
+    monkeypatch, done, stopped, steps
+):
+    job = job_of(train={"steps": 4}, eval={"every": 0}, checkpoint={"every": 0})
+    job.evaluation_pending = True
+    job.replicas.start.return_value = 2
+    job.replicas.stopping.side_effect = lambda step, asked: stopped
+    job.task.batch = lambda step: SimpleNamespace(step=step)
+    for name in ("resume", "forward_backward", "agree", "update", "save", "evaluate"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    monkeypatch.setattr(loop, "validate", lambda job, step: setattr(job, "evaluation_pending", not done))
+    loop.train(job)
+    assert [call.args[0] for call in job.metrics.facts.call_args_list] == steps
+
+
 def test_what_several_parts_hold_is_loaded_by_each_and_saved_by_one(monkeypatch):
     job = job_of()
     weight = torch.zeros(2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_dataset import EOD_ID, write_dataset
-from tests.train.ranks import run_training, tiny_config
+from tests.train.ranks import make_job, run_training, tiny_config
 
 DROPOUT = {"n_layers": 3, "dropout": 0.1, "attention_dropout": 0.1}
 APART = {"reset_documents": True}
@@ -33,10 +33,30 @@ def assert_equal(left, right):
         assert np.array_equal(weight, right["weights"][name]), name
 
 
-@pytest.mark.parametrize("train", [{"recompute": "full", "recompute_layers": 2}, {"recompute": "selective"}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"recompute": "full", "recompute_layers": 2},
+        {"recompute": "full", "recompute_offload": True},
+        {"recompute": "selective"},
+    ],
+)
 def test_recompute_changes_no_bit_of_a_run(pool, data, plain, tmp_path, train):
     values = tiny_config(data, model=DROPOUT, train=train)
     assert_equal(plain, pool.run(run_training, 1, tmp_path, values)[0])
+
+
+def recompute_of_each_part(run_dir, values):
+    return [
+        (part.recompute_layers, part.recompute_offload) for part in make_job(run_dir, values).model.decoders
+    ]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_part_of_a_model_recomputes_as_it_is_told(pool, data, tmp_path, offload):
+    train = {"recompute": "full", "recompute_layers": 2, "recompute_offload": offload}
+    values = tiny_config(data, train=train, parallel={"pp": 2})
+    assert pool.run(recompute_of_each_part, 2, tmp_path, values) == [[(2, offload)]] * 2
 
 
 @pytest.mark.parametrize("train", [{"recompute": "full", "recompute_layers": 2}, {"recompute": "selective"}])

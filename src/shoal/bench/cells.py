@@ -1,4 +1,4 @@
-"""One place of a grid of trainings: a real `shoal train`, on this host or on two, and what came of it."""
+"""Cell of a grid of trainings: one `shoal train` on this host or on two, and its result."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from shoal.train.metrics import read_metrics
 
 _POLL_S = 0.3
 _PATIENCE_S = 30.0
-_TAIL_BYTES = 4096  # of metrics.jsonl, where its last line is
+_TAIL_BYTES = 4096  # of the end of metrics.jsonl, with its last line
 _LAST_WORDS = 300  # of an error, in characters
 
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy with its settings."""
+    """Strategy with its settings."""
 
-    word: str  # as asked for: diloco, or diloco:every=50,int8=true
+    word: str  # as given: diloco, or diloco:every=50,int8=true
     name: str
     settings: dict[str, Any]
 
     @property
     def period(self) -> int:
-        """Steps after which all repeats; 0: never."""
+        """Steps between two exchanges; 0 if steps do not repeat in a pattern."""
         if STRATEGIES[self.name].kind == "asynchronous":  # some steps wait, others do not
             return 0
         return int(self.settings.get("every", 1))
 
     @property
     def is_uncounted(self) -> bool:
-        """Say whether the back end adds up by itself, where no transport counts."""
+        """Return whether the back end sums by itself, so that no transport counts the bytes."""
         return self.name == "allreduce" and self.settings.get("algorithm", "backend") == "backend"
 
     @property
@@ -60,10 +60,10 @@ class Way:
 
 
 def parse_way(word: str, steps: int) -> Way:
-    """Read a strategy and its settings; what a run of so many steps needs is added.
+    """Parse a strategy and its settings; add defaults for a run of this many steps.
 
     Raises:
-        InputError: There is no such strategy or setting, or a value is not allowed.
+        InputError: A strategy or setting is unknown, or a value is not allowed.
     """
     name, _, rest = word.partition(":")
     if name not in STRATEGIES:
@@ -83,10 +83,10 @@ def parse_way(word: str, steps: int) -> Way:
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained, on what."""
+    """Network with its data."""
 
     name: str
-    config: str  # a preset or a file
+    config: str  # a preset or a TOML file
     data: Path
     global_batch_size: int
     settings: dict[str, str] = field(default_factory=dict)
@@ -94,15 +94,15 @@ class Network:
 
 @dataclass(frozen=True)
 class Cell:
-    """A training with one strategy, number of workers and link."""
+    """Training with one strategy, number of workers and link."""
 
     network: Network
     way: Way
     workers: int
-    link: str  # local; hosts: two of them, as fast as they are; or a rate
+    link: str  # local; hosts: two hosts without a limit; or a rate
     steps: int
     layout: str = ""
-    slowed: bool = False  # the rate of the link is kept by delays in the transport, on one host
+    slowed: bool = False  # the link is simulated by delays in the transport, on one host
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class Cell:
         return " ".join(word for word in words if word)
 
     def words(self) -> list[str]:
-        """Return the arguments that do not depend on where this runs."""
+        """Return the arguments that do not depend on the host."""
         batch = self.network.global_batch_size
         settings = {
             "train.steps": self.steps,
@@ -120,7 +120,7 @@ class Cell:
             "eval.every": max(1, self.steps // 8),
             "checkpoint.every": 0,
             "train.compile": "off",
-            "runtime.threads": choose_threads(Runtime(), self.workers)[0],  # two hosts share this one
+            "runtime.threads": choose_threads(Runtime(), self.workers)[0],  # both hosts are this machine
             "sync.strategy": self.way.name,
             **{f"sync.{name}": str(value).lower() for name, value in self.way.settings.items()},
             **self.network.settings,
@@ -134,7 +134,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of a cell: what was measured, or why nothing was."""
+    """Result of a cell: the measurements, or the reason why there are none."""
 
     cell: Cell
     status: Literal["done", "refused", "failed"]
@@ -142,7 +142,7 @@ class CellResult:
     reason: str = ""
 
     def as_record(self) -> dict[str, Any]:
-        """Return everything that is known, as JSON values."""
+        """Return the result as JSON values."""
         cell, found = self.cell, self.found
         record: dict[str, Any] = {
             "network": cell.network.name,
@@ -162,7 +162,7 @@ class CellResult:
 
 
 def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> CellResult:
-    """Train, telling `watch` the steps done; what is already there is taken, what was begun goes on."""
+    """Train, reporting the steps done to `watch`. A finished run is read, a begun one continues."""
     run_dir, asked = folder / re.sub(r"[^\w.=]+", "-", cell.name), cell.words()
     finished = run_dir / "cell.json"
     if run_dir.exists() and _read_words(run_dir / "asked.json") != asked:
@@ -183,7 +183,7 @@ def _read_words(path: Path) -> Any:
 
 
 def _train(cell: Cell, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> int:
-    """Run the command, on two hosts one half of the workers each; return the first status that is not 0."""
+    """Run the command, with two hosts half of the workers on each; return the first status that is not 0."""
     command = [sys.executable, "-m", "shoal", "train", *cell.words(), "--run-dir", str(run_dir)]
     with contextlib.ExitStack() as stack:
         screens = [stack.enter_context((run_dir / f"screen-{name}").open("w")) for name in NAMES]
@@ -201,14 +201,14 @@ def _train(cell: Cell, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[i
         while None in (codes := [child.poll() for child in children]) and not any(codes):
             watch(_steps_done(run_dir))
             time.sleep(_POLL_S)
-        for child in children:  # after a failure the other host has something to say, too
+        for child in children:  # after a failure the other host reports too
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_PATIENCE_S)
         return next((code for code in codes if code), EXIT_DONE)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Kill a launcher, with which its ranks end."""
+    """Kill a launcher; its ranks end with it."""
     child.kill()
     child.wait()
 
@@ -224,7 +224,7 @@ def _steps_done(run_dir: Path) -> int:
 
 
 def _why(run_dir: Path) -> str:
-    """Return the error that a command ended with."""
+    """Return the error message with which a command ended."""
     for name in NAMES:
         text = (run_dir / f"screen-{name}").read_text(errors="replace").strip()
         if "error: " in text:
@@ -235,7 +235,7 @@ def _why(run_dir: Path) -> str:
 
 def _measure(cell: Cell, run_dir: Path) -> MeasuredRun:
     by_formula = None
-    if cell.way.is_uncounted and not cell.layout:  # a ring in chunks, with gloo and NCCL
+    if cell.way.is_uncounted and not cell.layout:  # a chunked ring, with gloo and NCCL
         config = config_from_toml((run_dir / "config.toml").read_text(), str(run_dir))
         sent = 4 * open_task(config).num_parameters
         by_formula = all_reduce_cost("chunked_ring", cell.workers, sent).num_bytes

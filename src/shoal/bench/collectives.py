@@ -1,4 +1,4 @@
-"""`shoal bench collectives`: every all-reduce beside the back end's own, by size, checked and fitted."""
+"""`shoal bench collectives`: compare all-reduce algorithms with the back end's own, by size."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from shoal.errors import InputError, counted
 from shoal.plan.link_cost import Cost, Link, all_reduce_cost, fit_link, hierarchical_cost
 from shoal.runtime.files import check_targets, write_json
 
-_BUDGET_S = 0.4  # for the repeats of one algorithm and size
+_BUDGET_S = 0.4  # time for the repeats of one algorithm and size
 _MOST_REPEATS = 50
-_PATTERN = 3  # whole numbers below it are added: exact in bf16 too, on up to 128 ranks
+_PATTERN = 3  # whole numbers below it are summed: exact in bf16 too, on up to 128 ranks
 
 
 @dataclass(frozen=True)
 class CollectivesOptions:
-    """What is to be measured."""
+    """What to measure."""
 
-    algorithms: tuple[str, ...]  # none: all that make a difference here
+    algorithms: tuple[str, ...]  # empty: all that differ here
     sizes: tuple[int, ...]  # bytes
     dtype: str
 
 
 @dataclass(frozen=True)
 class CollectivesRow:
-    """One algorithm at one size: what nccl-tests prints, and what the formula says."""
+    """Algorithm at one size: the columns of nccl-tests, and the time by formula."""
 
     algorithm: str
     num_bytes: int
@@ -54,12 +54,12 @@ class CollectivesRow:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes of the tensor a second."""
+        """Bytes of the tensor divided by the time."""
         return self.num_bytes / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes that the best algorithm sends from each rank, a second, whichever algorithm ran."""
+        """Bytes that each rank sends in the best algorithm, divided by the time of this one."""
         return self.algorithm_bandwidth * 2 * (self.size - 1) / self.size
 
 
@@ -103,7 +103,7 @@ def measure(
 
 
 def _all_that_differ(transport: Transport, dtype: torch.dtype, tell: Callable[[str], None]) -> list[str]:
-    """Return all algorithms but those that are another here, or that the library lacks for a format."""
+    """Return all algorithms, except those equal to another one here, and unsupported ones."""
     several = len(transport.hosts) > 1
     algorithms = [name for name in ALGORITHMS if several or name != "hierarchical"]
     try:
@@ -116,7 +116,7 @@ def _all_that_differ(transport: Transport, dtype: torch.dtype, tell: Callable[[s
 
 def time_all_reduce(transport: Transport, algorithm: str, tensor: torch.Tensor) -> float:
     """Return the seconds of one all-reduce on the slowest rank. Collective over the transport's ranks."""
-    barrier(transport)  # what was begun before is done, on the device too
+    barrier(transport)  # earlier work is done, on the device too
     begin = time.perf_counter()
     all_reduce(transport, tensor, algorithm=algorithm)
     transport.synchronise()
@@ -126,7 +126,7 @@ def time_all_reduce(transport: Transport, algorithm: str, tensor: torch.Tensor) 
 
 
 def _count_wrong(transport: Transport, algorithm: str, count: int, dtype: torch.dtype) -> int:
-    """Add known numbers and return how many elements, on all ranks, are not their sum."""
+    """Sum known numbers; return the number of wrong elements on all ranks."""
     phases = torch.arange(count, dtype=torch.int32, device=transport.device).remainder_(_PATTERN)
     sums = [sum((phase + rank) % _PATTERN for rank in range(transport.size)) for phase in range(_PATTERN)]
     expected = torch.tensor(sums, dtype=dtype, device=transport.device)[phases]
@@ -147,7 +147,7 @@ def command(
     json: Path | None,
     plot: Path | None,
 ) -> int:
-    """Measure, print the table and the link that explains it; return 1 if any result was wrong."""
+    """Measure, print the table and the fitted link; return 1 if any result was wrong."""
     for algorithm in algorithms:
         if algorithm not in ALGORITHMS:
             raise InputError(
@@ -174,7 +174,7 @@ def command(
 
 
 def _sizes_between(least: int, most: int) -> tuple[int, ...]:
-    """Return sizes from the least on, each four times the one before."""
+    """Return sizes from the smallest on, each four times the previous one."""
     if not 0 < least <= most:
         raise InputError(
             f"--sizes {least} {most}: the first must be above 0 and not above the second",
@@ -187,7 +187,7 @@ def _sizes_between(least: int, most: int) -> tuple[int, ...]:
 
 
 def _fit(rows: list[CollectivesRow]) -> Link | None:
-    """Return the link that explains an algorithm's times; None where there is no formula or one size."""
+    """Fit a link to the times of an algorithm; None if it has no formula, or there is one size."""
     if rows[0].algorithm == "backend":
         return None
     return fit_link([_cost(row) for row in rows], [row.seconds for row in rows])
@@ -204,7 +204,7 @@ def _expected_s(row: CollectivesRow, link: Link | None) -> float | None:
 
 
 def _print(rows: list[CollectivesRow], links: dict[str, Link | None], dtype: str) -> None:
-    """Print nccl-tests' columns, the time by formula, and the links."""
+    """Print the columns of nccl-tests, the time by formula, and the fitted links."""
     title = f"all-reduce on {counted(rows[0].size, 'rank')}"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     headings = (
@@ -273,7 +273,7 @@ def _report(
 
 
 def _draw(rows: list[CollectivesRow], links: dict[str, Link | None], path: Path) -> None:
-    """Draw measured times over sizes, and those of the formulas as thin lines."""
+    """Plot measured times over sizes, with the formulas as thin lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")

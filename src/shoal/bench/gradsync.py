@@ -1,4 +1,4 @@
-"""`shoal bench gradsync`: what each way for replicas to agree costs and gives, on one trainer."""
+"""`shoal bench gradsync`: compare strategies by time, bytes and loss, with `shoal train`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from shoal.runtime.files import check_targets, write_json
 LOCAL, HOSTS = "local", "hosts"
 _BASE = "allreduce"
 _TEXT = ("stdlib", "--vocab-size", "2048", "--limit", "150", "--split", "90,10,0")
-_WIDE = 10  # losses that differ more are drawn on a logarithmic scale
+_WIDE = 10  # losses with a larger ratio are plotted on a logarithmic scale
 _IMAGES = ("random-images", "--limit", "5000", "--split", "90,10,0")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A network that the bench knows: its configuration, and the data that is made where none is given."""
+    """Built-in network: its configuration, and the data that is made if none is given."""
 
     config: str
     made_of: tuple[str, ...]
@@ -53,20 +53,20 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What is to be measured."""
+    """What to measure."""
 
-    strategies: tuple[str, ...]  # none: all
+    strategies: tuple[str, ...]  # empty: all
     workers: tuple[int, ...]
     networks: tuple[str, ...]
     links: tuple[str, ...]
     steps: int
-    global_batch_size: int  # 0: the network's
-    data: tuple[Path, ...]  # none: made; else one for all networks, or one for each
-    runs: Path | None  # None: a folder that goes at the end
+    global_batch_size: int  # 0: the network's default
+    data: tuple[Path, ...]  # empty: made; else one for all networks, or one for each
+    runs: Path | None  # None: a temporary folder
 
 
 def command(options: GridOptions, output: Path | None, plot: Path | None) -> int:
-    """Measure cell by cell; whatever ends this, say what was found so far. Return 1 where a cell failed."""
+    """Measure cell by cell and report, also after an interruption; return 1 if a cell failed."""
     check(options, output, plot)
     begin()
     outcomes: list[CellResult] = []
@@ -84,7 +84,7 @@ def command(options: GridOptions, output: Path | None, plot: Path | None) -> int
 
 
 def check(options: GridOptions, output: Path | None, plot: Path | None) -> None:
-    """Raise an InputError for what cannot be measured, before anything is."""
+    """Raise InputError for options that cannot be measured, before the first measurement."""
     for network in options.networks:
         if network not in NETWORKS:
             raise InputError(f"there is no network {network!r}", hint=nearest(network, NETWORKS))
@@ -108,7 +108,7 @@ def check(options: GridOptions, output: Path | None, plot: Path | None) -> None:
 
 
 def plan(options: GridOptions, folder: Path) -> list[Cell]:
-    """Return the cells, one worker by all-reduce alone and on one host: there is nobody to agree with."""
+    """Return the cells. One worker has all-reduce on one host only, as there are no other replicas."""
     cells = []
     for number, name in enumerate(options.networks):
         known = NETWORKS[name]
@@ -128,7 +128,7 @@ def plan(options: GridOptions, folder: Path) -> list[Cell]:
 
 
 def make_data(folder: Path, made_of: tuple[str, ...]) -> Path:
-    """Prepare a small dataset, unless it is there."""
+    """Prepare a small dataset, unless it exists."""
     output = folder / made_of[0]
     words = [sys.executable, "-m", "shoal", "prepare", *made_of, "--output", str(output)]
     if not (output / "manifest.json").exists():
@@ -141,7 +141,7 @@ def make_data(folder: Path, made_of: tuple[str, ...]) -> Path:
 
 
 def measure(cells: Sequence[Cell], folder: Path) -> Iterator[CellResult]:
-    """Run one cell after the other, those of a link together; say on the terminal what runs."""
+    """Run the cells of each link one after the other; show on the terminal which one runs."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar, done = progress.add_task("starting", total=sum(cell.steps for cell in cells)), 0
@@ -158,7 +158,7 @@ def measure(cells: Sequence[Cell], folder: Path) -> Iterator[CellResult]:
 
 
 def _why_not(cell: Cell, hosts: TwoHosts | None, reason: str) -> str:
-    """Return why a cell cannot run; without hosts, for `reason`, a transport can be slowed in their place."""
+    """Return why a cell cannot run. Without hosts, for `reason`, a transport may be slowed instead."""
     if hosts is not None and cell.workers % 2:
         return "two hosts need an even number"
     if not cell.slowed:
@@ -174,7 +174,7 @@ def _show(progress: Progress, bar: TaskID, before: int, step: int) -> None:
 
 @contextlib.contextmanager
 def _hosts(link: str) -> Iterator[tuple[TwoHosts | None, str]]:
-    """Yield the hosts of a link, or why there are none; neither where workers are on this one."""
+    """Yield the hosts of a link, or the reason why there are none; neither for a local link."""
     rate = 0.0 if link in (LOCAL, HOSTS) else parse_rate(link)
     if link == LOCAL:
         yield None, ""
@@ -211,7 +211,7 @@ def _say(
 
 
 def groups(outcomes: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Return together what can be compared: one network, number of workers, layout, link and length."""
+    """Group comparable results: the same network, number of workers, layout, link and length."""
     found: dict[tuple[str | int, ...], list[CellResult]] = {}
     for outcome in outcomes:
         cell = outcome.cell
@@ -221,7 +221,7 @@ def groups(outcomes: Sequence[CellResult]) -> list[list[CellResult]]:
 
 
 def title(cell: Cell) -> str:
-    """Say what a cell shares with those that it is compared with."""
+    """Return the title of a group: what its cells have in common."""
     where = "one host" if cell.link == LOCAL else "two hosts"
     where += f", {cell.link} between them" if cell.link not in (LOCAL, HOSTS) else ""
     where = f"one host, {cell.link} between halves by delays in the transport" if cell.slowed else where
@@ -271,9 +271,9 @@ def _table(group: Sequence[CellResult]) -> Table:
 
 
 def draw(outcomes: Sequence[CellResult], path: Path) -> None:
-    """Draw loss over seconds a mini-batch, bytes as area; a line joins what nothing beats in both.
+    """Plot loss over seconds a mini-batch, with bytes as area; a line joins the Pareto-optimal points.
 
-    Left out is a table of one row, such as that of one worker, where others have more.
+    Groups of one row, such as that of one worker, are left out if other groups have more.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -308,7 +308,7 @@ def draw(outcomes: Sequence[CellResult], path: Path) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other one beats in both values, by the first one."""
+    """Return the points that no other point beats in both values, sorted by the first value."""
     best: list[tuple[float, float]] = []
     for point in sorted(points):
         if not best or point[1] < best[-1][1]:

@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces joined by a cable (a veth pair), each with its own host name.
 
-Needs root and iproute2 (`ip`, and `tc` where the cable has a rate). What runs in the namespaces ends with
-them; what a killed process left behind is removed by the next one.
+Needs root and iproute2 (`ip`, and `tc` if the cable has a rate). Processes in the namespaces end with them.
+Namespaces left behind by a killed process are removed by the next one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Any
 ADDRESSES = {"north": "10.77.0.1", "south": "10.77.0.2"}
 NAMES = tuple(ADDRESSES)
 _PREFIX = "shoalhosts"
-_BURST_BYTES = 32 << 10  # what may pass at once, or more where the rate asks for it
-_TICKS_PER_S = 250  # of the slowest timers: a bucket has to hold what passes between two of them
-_QUEUE_MS = 50  # what waits longer is dropped, and sent again by TCP
+_BURST_BYTES = 32 << 10  # smallest burst; larger if the rate needs it
+_TICKS_PER_S = 250  # period of the slowest timers: a bucket must hold the bytes between two ticks
+_QUEUE_MS = 50  # packets that wait longer are dropped, and resent by TCP
 
 
 class TwoHosts:
-    """`north` (node 0) and `south`, with the addresses 10.77.0.1 and 10.77.0.2, no way anywhere else."""
+    """Hosts `north` (node 0) and `south`, 10.77.0.1 and 10.77.0.2, without any other network."""
 
     rdzv = "10.77.0.1:29400"
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
-        """Make the hosts; each end of the cable lets so much out, 0 as much as the machine can.
+        """Make the hosts. The argument limits the rate at each end of the cable; 0 is no limit.
 
-        subprocess.CalledProcessError where the system does not let us; `why_not` says what is known before.
+        Raises:
+            subprocess.CalledProcessError: The system does not permit it; call `why_not` first.
         """
         _remove_leftovers()
         self._spaces = {name: f"{_PREFIX}-{os.getpid()}-{name}" for name in NAMES}
@@ -59,7 +60,7 @@ class TwoHosts:
                 _run("tc", "-n", space, "qdisc", "add", "dev", "cable", "root", "tbf", *shape)
 
     def enter(self, name: str) -> list[str]:
-        """Return the words before a command that runs it on a host."""
+        """Return the prefix of a command that runs it on a host."""
         rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
         return ["ip", "netns", "exec", self._spaces[name], *rename]
 
@@ -71,7 +72,7 @@ class TwoHosts:
         stdout: Any = subprocess.PIPE,
         **env: str,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, in a session of its own; its process id is the command's own."""
+        """Start a command on a host, in a session of its own; the process id is that of the command."""
         words = [*self.enter(name), "env", *(f"{key}={value}" for key, value in env.items()), *command]
         process = subprocess.Popen(
             words, stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
@@ -80,12 +81,12 @@ class TwoHosts:
         return process
 
     def sent_bytes(self, name: str) -> int:
-        """Return the bytes that a host has let out on the cable so far, with the headers of its packets."""
+        """Return the bytes that a host has sent over the cable so far, including packet headers."""
         told = json.loads(_ip("-n", self._spaces[name], "-s", "-j", "link", "show", "cable"))
         return int(told[0]["stats64"]["tx"]["bytes"])
 
     def unplug(self) -> None:
-        """Take the cable out."""
+        """Disconnect the cable."""
         _ip("-n", self._spaces["south"], "link", "set", "cable", "down")
 
     def kill(self, name: str) -> None:
@@ -101,7 +102,7 @@ class TwoHosts:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Kill what is left and remove the namespaces; the cable goes with them."""
+        """Kill all remaining processes and remove the namespaces, and the cable with them."""
         existing = _ip("netns", "list")
         for name, space in self._spaces.items():
             if space in existing:
@@ -118,7 +119,7 @@ class TwoHosts:
 
 
 def why_not(*, shaped: bool = False) -> str:
-    """Return why no hosts can be made here, or with a rate; empty where nothing is known against it."""
+    """Return why hosts, or hosts with a rate, cannot be made here; empty if no reason is found."""
     lacking = [tool for tool in ("ip", "unshare", *(("tc",) * shaped)) if shutil.which(tool) is None]
     if not lacking and os.geteuid() == 0:
         return ""

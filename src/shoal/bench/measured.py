@@ -1,4 +1,4 @@
-"""What a training run took and sent, and how its loss fell, read from its metrics."""
+"""Time, traffic and loss curve of a training run, read from its metrics."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_START_UP = 2  # steps: memory is still being taken, buffers are made
+_START_UP = 2  # first steps, which allocate memory and buffers
 
 
 @dataclass(frozen=True)
 class Point:
-    """Point of a loss curve; seconds are those of training steps alone."""
+    """Point of a loss curve; seconds count training steps only."""
 
     step: int
     seconds: float
@@ -22,32 +22,32 @@ class Point:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, step by step as rank 0 saw it."""
+    """Run, step by step, as recorded by rank 0."""
 
     step_s: list[float]
-    communication_s: list[float]  # waits; exchanges beside the backward pass cost none
-    sync_bytes: list[float] | None  # sent for the agreement; None where nobody knows
-    counted: bool  # else by formula
-    curve: list[Point]  # from the first loss, before any training, over all validations
-    skip: int  # first steps that do not count
-    period: int = 1  # steps after which all repeats: 1, those between two agreements, or 0 for never
-    rounds: list[dict[str, Any]] = field(default_factory=list)  # of replicas that train apart
+    communication_s: list[float]  # waiting; an exchange that overlaps the backward pass adds none
+    sync_bytes: list[float] | None  # sent by the strategy; None if not counted
+    counted: bool  # counted, else by formula
+    curve: list[Point]  # the first loss, before training, then all validations
+    skip: int  # first steps that are left out
+    period: int = 1  # steps of a period: 1, those between two exchanges, or 0 for no period
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # of replica groups
 
     @property
     def seconds_a_step(self) -> float:
-        """The median over whole periods of a period's mean; where nothing repeats, the mean."""
+        """Median over whole periods of the mean in a period; without periods, the mean."""
         return statistics.median(statistics.fmean(part) for part in self._periods(self.step_s))
 
     @property
     def bytes_a_step(self) -> float | None:
-        """Bytes that rank 0 sent in a step, over whole periods."""
+        """Mean bytes that rank 0 sent in a step, over whole periods."""
         if self.sync_bytes is None:
             return None
         return statistics.fmean(itertools.chain(*self._periods(self.sync_bytes)))
 
     @property
     def communication_share(self) -> float:
-        """Part of the time in which rank 0 waited for others."""
+        """Fraction of the time in which rank 0 waited for others."""
         waited, whole = (sum(map(sum, self._periods(p))) for p in (self.communication_s, self.step_s))
         return waited / whole
 
@@ -57,7 +57,7 @@ class MeasuredRun:
         return self.curve[-1].seconds
 
     def loss_after(self, seconds: float) -> float:
-        """Return the loss after so many seconds of training, on straight lines between validations."""
+        """Return the loss after this many seconds of training, interpolated between validations."""
         for before, after in itertools.pairwise(self.curve):
             if seconds <= after.seconds:
                 share = (seconds - before.seconds) / (after.seconds - before.seconds)
@@ -77,7 +77,7 @@ def measured(
     period: int = 1,
     by_formula: float | None = None,
 ) -> MeasuredRun:
-    """Read the lines of metrics.jsonl; `by_formula` are the bytes a step where nobody counted them."""
+    """Read the lines of metrics.jsonl; `by_formula` is the bytes of a step if they were not counted."""
     steps = [line for line in lines if "seconds" in line]
     took = list(itertools.accumulate((line["seconds"] for line in steps), initial=0.0))
     counted = all("sync_bytes" in line for line in steps)

@@ -1,4 +1,4 @@
-"""The ranks of a measurement: new processes of this machine, or those that a launcher or mpirun started."""
+"""Ranks of a measurement: new processes, or those that a launcher or mpirun started."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from shoal.runtime.process import Process
 from shoal.runtime.rank_info import RankInfo, read_rank_info
 from shoal.worker_pool import Tell, WorkerPool
 
-Work = Callable[..., Any]  # (transport, tell, *arguments) -> what rank 0 is asked for
+Work = Callable[..., Any]  # (transport, tell, *arguments) -> the result of rank 0
 
 
 def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any, runtime: Runtime | None = None) -> Any:
-    """Run a top-level function on every rank; return what it returned on rank 0, None on other ranks.
+    """Run a top-level function on every rank; return its result on rank 0, None on other ranks.
 
-    An MPI's ranks know nothing of `runtime`.
+    With MPI, `runtime` does not apply.
 
     Raises:
-        InputError: No such number of processes, or a launcher started another number.
+        InputError: The number of processes is impossible, or a launcher started another number.
     """
     info, runtime = read_rank_info(), runtime or Runtime()
     if nproc < 0 or (info and nproc not in (0, info.world_size)):
@@ -60,7 +60,7 @@ def _as_rank(process: Process, tell: Tell, work: Work, arguments: Sequence[Any])
 
 
 def _first(transport: Transport, info: RankInfo, work: Work, arguments: Sequence[Any]) -> Any:
-    """Work with ranks that may be on several hosts; return what comes of it on rank 0 only."""
+    """Run the work with ranks that may be on several hosts; return its result on rank 0 only."""
     transport.hosts = _hosts(transport, info)
 
     def tell(word: str) -> None:
@@ -72,7 +72,7 @@ def _first(transport: Transport, info: RankInfo, work: Work, arguments: Sequence
 
 
 def _hosts(transport: Transport, info: RankInfo) -> list[list[int]]:
-    """Return the ranks of each host: those that began to count at the same rank. Collective."""
+    """Return the ranks of each host: those whose local ranks start at the same rank. Collective."""
     own = torch.tensor([transport.rank - info.local_rank], device=transport.device)
     firsts = [torch.empty_like(own) for _ in range(transport.size)]
     all_gather(transport, firsts, own)

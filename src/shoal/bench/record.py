@@ -1,4 +1,4 @@
-"""What every record says beside its figures: commit, machine, load, versions and the moment."""
+"""Head of every record: commit, machine, load, versions and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODE = ("src", "benchmarks", "tests", "tools", "pyproject.toml", "constraints.t
 def begin() -> tuple[str | None, bool | None, list[float]]:
     """Return commit, whether the tree is clean, and the load. Call it before the first measurement.
 
-    Later calls return what the first one saw.
+    Later calls return the values of the first one.
     """
     return *source(), _load()
 
@@ -30,10 +30,10 @@ def begin() -> tuple[str | None, bool | None, list[float]]:
 def source(folder: Path = _HERE) -> tuple[str | None, bool | None]:
     """Return the commit of the code in `folder`, and whether all code is as committed.
 
-    Both are None where no git repository has that code. Records and pages do not count as code.
+    Both are None if the code is not in a git repository. Records and pages do not count as code.
     """
     try:
-        if not _git(folder, "ls-files", "."):  # an installed Shoal may lie in somebody else's repository
+        if not _git(folder, "ls-files", "."):  # an installed Shoal may be inside another repository
             return None, None
         commit, root = _git(folder, "rev-parse", "HEAD", "--show-toplevel")
         return commit, not _git(Path(root), "status", "--porcelain", "--", *_CODE)
@@ -42,7 +42,7 @@ def source(folder: Path = _HERE) -> tuple[str | None, bool | None]:
 
 
 def _git(folder: Path, *words: str) -> list[str]:
-    # As root, which two hosts need, git would refuse the repository of another user.
+    # As root, which two hosts need, git would reject the repository of another user.
     command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -52,14 +52,14 @@ def _load() -> list[float]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Return the head of a record of what was measured since `begin`, here and with this code."""
+    """Return the head of a record of measurements since `begin`, with this machine and code."""
     device = select_device("auto", 0, 1)
     commit, clean, load = begin()
     return {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
-        "clean": clean and source() == (commit, clean),  # nor was it changed meanwhile
+        "clean": clean and source() == (commit, clean),  # and not changed meanwhile
         "load": {"before": load, "after": _load()},
         "machine": {
             "device": device.name,

@@ -1,4 +1,4 @@
-"""Sizes in bytes and rates of links as people write them."""
+"""Parse and format sizes in bytes, and rates of links."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
 def parse_bytes(words: str) -> int:
-    """Read 64, 1KB or 1.5MB, where 1 KB is 1,024 bytes.
+    """Parse 64, 1KB or 1.5MB, where 1 KB is 1,024 bytes.
 
     Raises:
-        InputError: It is none of these.
+        InputError: The text has none of these forms.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?B|)", words.strip().upper())
     if not found:
@@ -22,16 +22,16 @@ def parse_bytes(words: str) -> int:
 
 
 def in_words(num_bytes: int) -> str:
-    """Write a size with the largest unit that it reaches."""
+    """Format a size with the largest unit that it reaches."""
     unit = next(unit for unit in ("GB", "MB", "KB", "B") if num_bytes >= _UNITS[unit] or unit == "B")
     return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
 
 
 def parse_rate(words: str) -> float:
-    """Read 10mbit, 2.5gbit or 800kbit, where 1 kbit is 1,000 bits a second; return bytes a second.
+    """Parse 10mbit, 2.5gbit or 800kbit, where 1 kbit is 1,000 bits a second; return bytes a second.
 
     Raises:
-        InputError: It is none of these, or 0.
+        InputError: The text has none of these forms, or the rate is 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg])bit", words.strip().lower())
     rate = float(found[1]) * 1000 ** ("kmg".index(found[2]) + 1) / 8 if found else 0.0

@@ -121,6 +121,7 @@ def prepare(
     /,
     *,
     output: Path,
+    ext: tuple[str, ...] = (),
     tokenizer: str = "bpe",
     vocab_size: int | None = None,
     split: str = "949,50,1",
@@ -148,17 +149,21 @@ def prepare(
     Parameters
     ----------
     inputs
-        Files, folders or quoted globs: .txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .tsv or .parquet. `stdlib`
-        is the source code of this Python's standard library (12 MB, offline). Labelled examples: .npz files
-        (arrays x and y, or x_train, y_train, x_test, y_test), a folder of MNIST IDX files, or
+        Files, folders or quoted globs. A named file is read whatever its name: JSON lines, CSV, TSV and
+        Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code of this Python's
+        standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or x_train, y_train,
+        x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version, `sklearn-digits`, or
         `random-images` (generated, for timing).
     output
         Dataset folder to create, or to continue.
+    ext
+        Suffixes of the files to read in folders, as in --ext py md rst (default: text and source code).
     tokenizer
-        bpe (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a folder with
-        one of these or with vocab.json and merges.txt.
+        bpe, word or char (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
+        folder with one of these or with vocab.json and merges.txt.
     vocab_size
-        Vocabulary size for a newly trained BPE (default: 32000).
+        Vocabulary size for a newly trained bpe or word tokenizer (default: for bpe a power of two from 512 to
+        32768 with at least 3 kB of text for each id; for word at most 32768).
     split
         Weights of the train, validation and test splits. Documents are split; with few documents, tokens.
     seed
@@ -187,7 +192,7 @@ def prepare(
 
     chosen = PrepareOptions(
         inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers,
+        test, max_rejected_share, workers, ext,
     )  # fmt: skip
     prepare_command(chosen, json)
 
@@ -399,6 +404,68 @@ def collectives(
 
 
 @bench.command
+def networks(
+    names: Annotated[tuple[str, ...], Parameter(name="NETWORK", negative=())] = (),
+    /,
+    *,
+    frameworks: tuple[str, ...] = ("pytorch",),
+    modes: tuple[str, ...] = ("default", "tuned"),
+    batch_sizes: tuple[int, ...] = (64,),
+    threads: tuple[int, ...] = (),
+    steps: int = 20,
+    warmup: int = 5,
+    limit: float = 600.0,
+    python: tuple[str, ...] = (),
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+    listing: Annotated[bool, Parameter(name="--list")] = False,
+) -> int:
+    """Benchmark a training step of classic networks in frameworks that are shown to compute the same.
+
+    Each row is a process of its own. Its parameters, loss and gradient norm on the same weights and samples
+    are compared with PyTorch's before its times count. All frameworks train with SGD on the same random data.
+
+    Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
+
+    Example: shoal bench networks --list
+
+    Example: shoal bench networks fcn-r alexnet-r --batch-sizes 128 1024 --threads 1 2 --output networks.json
+
+    Parameters
+    ----------
+    names
+        Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
+    frameworks
+        Frameworks: pytorch.
+    modes
+        default: settings of the framework as installed. tuned: with its compiler.
+    batch_sizes
+        Samples per step.
+    threads
+        Numbers of threads (default: one per physical core).
+    steps
+        Steps that are timed, after the warm-up.
+    warmup
+        First steps that are not timed.
+    limit
+        Seconds after which a row is given up.
+    python
+        Python with a framework, as NAME=PATH (default: the one that runs Shoal).
+    output
+        JSON file for all samples with machine and versions, updated after each row. The same command
+        continues it.
+    listing
+        List the networks with their parameters and multiply-adds, and exit.
+    """
+    with loading():
+        from shoal.bench.networks import NetworksOptions, command
+
+    given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
+    pythons = dict(pair.partition("=")[::2] for pair in python)
+    options = NetworksOptions(given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons)
+    return command(options, output, listing=listing)
+
+
+@bench.command
 def gradsync(
     *,
     strategies: tuple[str, ...] = (),
@@ -468,7 +535,8 @@ def quickstart(*, output: Path = Path("quickstart")) -> None:
     output
         Folder for the dataset and the runs.
     """
-    from shoal.quickstart import quickstart as run
+    with loading():
+        from shoal.quickstart import quickstart as run
 
     run(output)
 

@@ -18,6 +18,7 @@ def generate(
     output: Path | None = None,
     samples: int = 1,
     max_tokens: int | None = None,
+    max_length_error: bool = False,
     greedy: bool = False,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -46,12 +47,15 @@ def generate(
     samples
         Number of samples per prompt.
     max_tokens
-        Maximum number of new tokens; generation ends earlier at the end of a document (default: 256, or
-        fewer where the model has fewer positions left).
+        Maximum number of new tokens; fewer where the document ends (default: 256). A text longer than the
+        model's positions continues on a sliding window: when that is full, its last half is kept and read
+        again.
+    max_length_error
+        Reject a prompt or length beyond the model's positions instead of sliding.
     greedy
-        Always choose the most likely token.
+        Always take the likeliest token; the same as --temperature 0.
     temperature
-        Sampling temperature: below 1 favours likely tokens, above 1 unlikely ones.
+        Divide the logits by this: below 1 sharpens the distribution, above 1 flattens it; 0 is greedy.
     top_k
         Sample among the K most likely tokens; 0 means all.
     top_p
@@ -69,7 +73,7 @@ def generate(
         from shoal.infer.sampling import Sampling
         from shoal.infer.terminal import GenerateOptions, run
 
-    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     if tp < 1:
         raise InputError(f"--tp {tp}: at least 1 process is needed")
     run(
@@ -79,7 +83,7 @@ def generate(
         output,
         device,
         tp,
-        GenerateOptions(sampling, max_tokens, samples, batch_size),
+        GenerateOptions(sampling, max_tokens, samples, batch_size, max_length_error),
     )
 
 
@@ -247,10 +251,10 @@ def serve(
     time_limit: float = 120.0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Serve a model over HTTP with an OpenAI-compatible completions API, and a web page at /.
+    """Serve a model over HTTP with OpenAI's completions and chat API, and a web page at /.
 
     Requests are batched continuously. Streaming, several prompts and samples, stop sequences and seeds are
-    supported; log-probabilities and penalties are rejected. Press Ctrl-C to stop.
+    supported; log-probabilities, penalties and tools are rejected. Press Ctrl-C to stop.
 
     Example: shoal serve runs/first   (then open http://127.0.0.1:8000/)
 

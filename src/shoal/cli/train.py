@@ -42,6 +42,7 @@ def train(
     allow_tokenizer_mismatch: Annotated[bool, Parameter(group=_START)] = False,
     max_time: Annotated[float | None, Parameter(group=_START)] = None,
     stop_after: Annotated[int | None, Parameter(group=_START)] = None,
+    verbose: bool = False,
     settings: Settings = None,
 ) -> int:
     """Train a GPT or a classic network; run the same command again to resume.
@@ -84,6 +85,8 @@ def train(
         Seconds after which to save and exit with status 75.
     stop_after
         Step after which to save and exit with status 75; the schedule stays that of the full run.
+    verbose
+        Print the whole summary, and with each log line phase times, memory and figures by rank.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
@@ -99,7 +102,7 @@ def train(
     if run_dir is None:
         names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
         run_dir = Path("runs") / "-".join(names)
-    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words)
+    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words, verbose=verbose)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 

@@ -1,17 +1,17 @@
-"""All-reduce: five algorithms by sending and receiving only, the same bits on all ranks; or the back end.
+"""All-reduce: five algorithms from point-to-point sends, with the same bits on all ranks, or the back end's.
 
-Bytes sent by a rank, of n, for a tensor of S bytes, and rounds that must follow each other:
+Bytes that each of n ranks sends for a tensor of S bytes, and rounds in series:
 
-| algorithm | bytes | rounds | where it pays |
+| algorithm | bytes | rounds | use it for |
 | --- | --- | --- | --- |
-| ring | (n - 1) S | n - 1 | nowhere: whole tensors go round, as a first exercise |
+| ring | (n - 1) S | n - 1 | teaching: whole tensors are passed round |
 | chunked_ring | 2 (n - 1) / n S | 2 (n - 1) | large tensors |
 | tree | S once to its parent, S to each child: log2 n S at the root | 2 log2 n | small tensors |
 | halving_doubling | 2 (n - 1) / n S, up to S more if n is no power of 2 | 2 log2 n, or 2 more | both |
-| backend | the library's own | | everything not compared yet |
+| backend | the library's own | | the default |
 | hierarchical | tree inside a host, chunked ring between hosts | | few, slow links between hosts |
 
-Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009), for the ring in chunks;
+Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009), for the chunked ring;
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), for
 halving and doubling; the tree pairs ranks as Caffe did, 0-1, 2-3, then 0-2.
 """
@@ -37,10 +37,10 @@ _Algorithm = Callable[[Transport, Tensor, Reduction], None]
 def all_reduce(
     transport: Transport, tensor: Tensor, operation: str = "sum", algorithm: str = "chunked_ring"
 ) -> None:
-    """Replace a tensor by its reduction over all ranks, the same bits everywhere. Collective over them.
+    """Replace a tensor by its reduction over all ranks, the same bits on each. Collective over all ranks.
 
     Raises:
-        InputError: There is no such operation or algorithm, or not for this format.
+        InputError: The operation or algorithm is unknown, or does not support this format.
     """
     if algorithm not in ALGORITHMS:
         raise InputError(f"there is no all-reduce {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}")
@@ -57,7 +57,7 @@ def all_reduce(
 
 
 def _ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
-    """Send whole tensors round; each rank keeps all and adds them by rank, or bits would differ."""
+    """Pass whole tensors round; each rank keeps all and sums them in the order of ranks, for equal bits."""
     rank, size = transport.rank, transport.size
     right, left = (rank + 1) % size, (rank - 1) % size
     tensors = transport.scratch(flat, size * flat.numel()).view(size, flat.numel()).unbind()
@@ -70,23 +70,23 @@ def _ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
 
 
 def _chunked_ring(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
-    """Let n chunks go round twice: each grows into a result on one rank, then all ranks copy it.
+    """Pass n chunks round twice: first each is summed on its way to one rank, then all ranks copy it.
 
-    A chunk is sent in segments, each sent on as soon as it is complete, so that one is being added while
-    others are on their way.
+    A chunk is sent in segments, each passed on as soon as it is complete, so that one is added while others
+    are being sent.
     """
     rank, size = transport.rank, transport.size
     if size == 1:
         return
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = [_segments(chunk, flat, size) for chunk in flat.tensor_split(size)]
-    largest = chunks[0]  # rounding favours the first
+    largest = chunks[0]  # rounding: the first chunk is the largest
     scratch = transport.scratch(flat, sum(segment.numel() for segment in largest))
     buffers = scratch.split([segment.numel() for segment in largest])
     growing = size - 1  # hops until a chunk is complete; from then on it is copied
 
     def pass_on(hop: int, number: int) -> Handle:
-        """Send a segment of the chunk that came at the hop before, and ask for the next."""
+        """Send a segment of the chunk that arrived at the previous hop, and start to receive the next."""
         sent, asked = (chunks[(rank - at) % size][number] for at in (hop, hop + 1))
         into = buffers[number][: asked.numel()] if hop < growing else asked
         return transport.iexchange(sent, right, into, left)
@@ -113,9 +113,10 @@ def _tree(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
 
 
 def _halving_doubling(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
-    """Halve what a pair of ranks is in charge of until it is an nth, then put the parts together again.
+    """Halve the part that a pair of ranks reduces until it is 1/n, then gather the parts again.
 
-    Ranks above the largest power of two give theirs to one below it first, and get the result at the end.
+    Ranks above the largest power of two first send their tensor to a rank below it, and get the result at the
+    end.
     """
     rank, size = transport.rank, transport.size
     paired = 1 << (size.bit_length() - 1)
@@ -145,7 +146,7 @@ def _halving_doubling(transport: Transport, flat: Tensor, reduction: Reduction) 
 
 
 def _hierarchical(transport: Transport, flat: Tensor, reduction: Reduction) -> None:
-    """Reduce to the first rank of each host, between these in chunks, and give it to the rest of the host."""
+    """Reduce to the first rank of each host, all-reduce between these by a chunked ring, then broadcast."""
     inside = transport.group(next(ranks for ranks in transport.hosts if transport.rank in ranks))
     add_up_on(0, inside, flat, reduction)
     if inside.rank == 0:

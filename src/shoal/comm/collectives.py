@@ -1,4 +1,4 @@
-"""The other collectives, by sending and receiving only. Each is collective over the transport's ranks.
+"""Other collectives from point-to-point sends. Each is collective over the transport's ranks.
 
 Names and roles are those of torch.distributed. Tensors are contiguous, and may have any length and format.
 """
@@ -28,7 +28,7 @@ def broadcast(transport: Transport, tensor: Tensor, source: int) -> None:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, operation: str = "sum") -> None:
-    """Put the reduction of all ranks' tensors on one; the others are left with parts of it."""
+    """Put the reduction of all ranks' tensors on one rank; on the others the tensor is then undefined."""
     reduction = Reduction(operation, tensor.dtype, transport.size)
     add_up_on(root, transport, tensor, reduction)
     if transport.rank == root:
@@ -36,7 +36,7 @@ def reduce(transport: Transport, tensor: Tensor, root: int, operation: str = "su
 
 
 def add_up_on(root: int, transport: Transport, tensor: Tensor, reduction: Reduction) -> None:
-    """Reduce by a binary tree, all but finishing."""
+    """Reduce by a binary tree, without the final step of `Reduction.finish`."""
     size = transport.size
     place = (transport.rank - root) % size
     distance = 1
@@ -54,7 +54,7 @@ def add_up_on(root: int, transport: Transport, tensor: Tensor, reduction: Reduct
 def reduce_scatter(
     transport: Transport, output: Tensor, tensors: Sequence[Tensor], operation: str = "sum"
 ) -> None:
-    """Put the reduction of all ranks' nth tensors on rank n, round a ring."""
+    """Put the reduction of all ranks' nth tensors on rank n, in a ring."""
     reduction = Reduction(operation, output.dtype, transport.size)
     rank, size = transport.rank, transport.size
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -70,7 +70,7 @@ def reduce_scatter(
 
 
 def all_gather(transport: Transport, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """Copy each rank's tensor to all, round a ring."""
+    """Copy each rank's tensor to all ranks, in a ring."""
     rank, size = transport.rank, transport.size
     outputs[rank].copy_(tensor)
     for hop in range(size - 1):
@@ -79,7 +79,7 @@ def all_gather(transport: Transport, outputs: Sequence[Tensor], tensor: Tensor) 
 
 
 def gather(transport: Transport, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-    """Copy each rank's tensor to one rank; the others give no `outputs`."""
+    """Copy each rank's tensor to one rank; the others pass no `outputs`."""
     if transport.rank != root:
         transport.send(tensor, root)
         return
@@ -90,7 +90,7 @@ def gather(transport: Transport, outputs: Sequence[Tensor], tensor: Tensor, root
 
 
 def scatter(transport: Transport, output: Tensor, tensors: Sequence[Tensor], source: int) -> None:
-    """Copy the nth tensor of one rank to rank n; the others give no `tensors`."""
+    """Copy the nth tensor of one rank to rank n; the others pass no `tensors`."""
     if transport.rank != source:
         transport.recv(output, source)
         return
@@ -110,7 +110,7 @@ def all_to_all(transport: Transport, outputs: Sequence[Tensor], tensors: Sequenc
 
 
 def barrier(transport: Transport) -> None:
-    """Return when all ranks have come here: in round k each tells the rank 2^k further on."""
+    """Wait until all ranks have called this: in round k each sends to the rank 2^k further on."""
     transport.synchronise()
     rank, size = transport.rank, transport.size
     here, there = torch.ones(2, dtype=torch.uint8, device=transport.device).split(1)

@@ -1,4 +1,4 @@
-"""Tensors between processes that share no world: over gloo groups made for the occasion, in a store."""
+"""Transport between processes of different worlds, over gloo groups that meet in a store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from shoal.comm.transport import Transport
 from shoal.gradsync.exchange import Handle, Traffic
 
-_SEGMENT_BYTES = 8 << 20  # of a tensor, each with the time limit of a transfer: a slow link is not a dead one
+_SEGMENT_BYTES = 8 << 20  # each such piece of a tensor has a time limit of its own: the link may be slow
 
 
 class GlooTransport(Transport):
     """Point-to-point operations of gloo groups that torch.distributed keeps no record of.
 
-    There are two, so that tensors to higher ranks have other connections than those to lower ones: gloo sends
-    nothing before the receiver has announced itself, and an announcement would wait behind transfers
-    its way. Whoever drops the transport may make another with others. Options and devices of
-    ProcessGroupGloo are private names of torch, seen on 2.11 to 2.13.
+    There are two groups, so that tensors to higher and to lower ranks use different connections: gloo sends
+    nothing before the receiver has announced itself, and on a shared connection an announcement would wait
+    behind transfers in its direction. A rank may drop the transport and make another one. Options and devices
+    of ProcessGroupGloo are private names of torch, seen on 2.11 to 2.13.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class GlooTransport(Transport):
         timeout_s: float,
         traffic: Traffic | None = None,
     ) -> None:
-        """Connect to the others, who must come within `meet_s` for each way; 8 MiB may take `timeout_s`.
+        """Connect to the others within `meet_s` for each group; each 8 MiB may take `timeout_s`.
 
-        `address` is this host's own, numeric, on the way to the others.
-        RuntimeError where somebody does not come, or later goes.
+        `address` is the numeric address of this host on the network to the others. Raises RuntimeError if a
+        rank does not connect, here, or is lost, later.
         """
         super().__init__(rank, size, traffic=traffic)
         self._groups: list[Any] = []  # to lower ranks, to higher ones
@@ -58,7 +58,7 @@ class GlooTransport(Transport):
 
 
 class _Limited:
-    """A transfer with a time limit of its own: that of the group is the one of its start."""
+    """Transfer with a time limit of its own; that of the group is for connecting."""
 
     def __init__(self, work: dist.Work, limit: timedelta) -> None:
         self._work, self._limit = work, limit

@@ -1,4 +1,4 @@
-"""Tensors from rank to rank over MPI, in host memory."""
+"""Transport over MPI, in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MpiTransport(Transport):
-    """The ranks of an MPI communicator, to which no other messages are sent."""
+    """Point-to-point operations of an MPI communicator that nothing else uses."""
 
     def __init__(self, communicator: Intracomm) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size())
@@ -43,7 +43,7 @@ class MpiTransport(Transport):
 
 @contextlib.contextmanager
 def world() -> Iterator[MpiTransport]:
-    """Give the way to all ranks that mpirun has started; an error ends them all. Collective over them."""
+    """Yield a transport to all ranks of mpirun; an error ends them all. Collective over these ranks."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -52,7 +52,7 @@ def world() -> Iterator[MpiTransport]:
         ) from error
     try:
         yield MpiTransport(MPI.COMM_WORLD.Dup())
-    except Exception as error:  # the others may wait for this rank, and would for ever
+    except Exception as error:  # otherwise the others might wait for this rank without end
         told = f"error: {error}" if isinstance(error, ShoalError) else traceback.format_exc()
         print(told, file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(error.exit_code if isinstance(error, ShoalError) else 1)

@@ -1,4 +1,4 @@
-"""What a reduction does with the tensors of the ranks, two at a time."""
+"""Reduction operations on two tensors at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAMES = tuple(_INTO)
 
 
 class Reduction:
-    """A commutative operation; each result is rounded to the tensors' own format."""
+    """Commutative operation; each result is rounded to the tensors' own format."""
 
     def __init__(self, name: str, dtype: torch.dtype, size: int) -> None:
         """Take one of NAMES, the format of the tensors, and the number of ranks, which divides an average.
 
         Raises:
-            InputError: There is no such operation, or not for this format.
+            InputError: The operation is unknown or does not support this format.
         """
         if name not in _INTO:
             raise InputError(f"there is no reduction {name!r}", hint=f"choose from {', '.join(NAMES)}")
@@ -36,6 +36,6 @@ class Reduction:
         self._divisor = size if name == "average" else 1
 
     def finish(self, total: Tensor) -> None:
-        """Turn what all ranks' tensors came to into the result, in place. The sum of an average must fit."""
+        """Finish a reduction over all ranks, in place. For an average, the sum must fit the format."""
         if self._divisor > 1:
             total.div_(self._divisor)

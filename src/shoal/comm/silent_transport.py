@@ -1,4 +1,4 @@
-"""A rank without others: what it sends goes nowhere, what it receives is zero. To time its own work."""
+"""Transport without other ranks, to time the work of one: sends are dropped, receives give zeros."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.gradsync.exchange import Handle
 
 
 class SilentTransport(Transport):
-    """One of `size` ranks as far as its own work goes. Bytes and messages are counted as usual."""
+    """Transport of one of `size` ranks without the others. Bytes and messages are counted as usual."""
 
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
         for tensor, _ in receives:

@@ -1,4 +1,4 @@
-"""A slow link where there is none: what goes from one half of the ranks to the other waits for its turn."""
+"""Simulated slow link: sends from one half of the ranks to the other half are delayed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MBIT = 1e6 / 8  # bytes
 
 
 class SlowTransport(Transport):
-    """Another transport, of which each rank lets out so many bytes a second to the other half of the ranks.
+    """Transport that limits the bytes a second that each rank sends to the other half of the ranks.
 
-    A tensor leaves when its last byte would have arrived. What the library adds up by itself is not slowed.
+    A tensor is sent when its last byte would have arrived. The library's own all-reduce is not delayed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SlowTransport(Transport):
         self.hosts = whole.hosts
         self._whole, self._bytes_per_s = whole, bytes_per_s
         self._now, self._sleep = now, sleep
-        self._free = 0.0  # when all that was sent before is through
+        self._free = 0.0  # when everything sent before has arrived
         self._cable = ThreadPoolExecutor(1, "slow link")
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
@@ -67,5 +67,5 @@ class _Sent:
 
 
 def slowed(transport: Transport, mbit: float) -> Transport:
-    """Return a transport with so slow a link in the middle; 0 leaves it as it is."""
+    """Return a transport with a link of `mbit` Mbit/s between the halves; 0 returns it unchanged."""
     return SlowTransport(transport, mbit * MBIT) if mbit else transport

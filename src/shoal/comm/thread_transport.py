@@ -1,4 +1,4 @@
-"""Tensors between threads of one process, each of which plays a rank: for tests in milliseconds."""
+"""Transport between threads of one process, each acting as a rank: for tests in milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class ThreadTransport(Transport):
-    """One rank's end of the wires, of which there is one for each pair and direction."""
+    """Transport of one rank; there is a wire for each pair of ranks and direction."""
 
     def __init__(self, wires: dict[tuple[int, int], _Wire], rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -30,9 +30,10 @@ class ThreadTransport(Transport):
 
 
 def run_ranks(size: int, work: Callable[[Transport], Result], timeout_s: float = 20.0) -> list[Result]:
-    """Return what `work` returned on each of `size` ranks, each a thread. Raises what a rank raised first.
+    """Run `work` on `size` ranks, each a thread; return the results. Raises the first exception of a rank.
 
-    A rank that waits `timeout_s` for another gets a TimeoutError, which counts only if nobody has another.
+    A rank that waits `timeout_s` for another gets a TimeoutError, which is raised only if there is no other
+    exception.
     """
     wires = {(source, to): _Wire(timeout_s) for source in range(size) for to in range(size)}
     with ThreadPoolExecutor(size) as threads:
@@ -44,11 +45,11 @@ def run_ranks(size: int, work: Callable[[Transport], Result], timeout_s: float =
 
 
 class _Wire:
-    """Tensors on their way; the nth one received is the nth one sent, in whatever order one waits.
+    """Tensors in flight. The nth tensor received is the nth one sent, whatever the order of waits.
 
-    They are copied when the receiver waits, not before: what is written or used too early goes wrong here.
-    On a GPU each rank has a stream of its own: the copy follows the sender's work so far, and what the sender
-    does after it has waited follows the copy.
+    A tensor is copied when the receiver waits, not before, so that tests find tensors that are written or
+    read too early. On a GPU each rank has a stream of its own. The copy runs after the sender's work so far,
+    and the sender's work after its wait runs after the copy.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -91,12 +92,12 @@ class _Wire:
 
 
 def _moment(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return this moment of this thread's stream; None on a CPU, which has none."""
+    """Record an event on this thread's stream; None on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def _follow(moment: torch.cuda.Event | None, tensor: Tensor) -> None:
-    """Order what this thread's stream does next after a moment of another one."""
+    """Make this thread's stream wait for an event of another stream."""
     if moment is not None:
         torch.cuda.current_stream(tensor.device).wait_event(moment)
 

@@ -1,4 +1,4 @@
-"""Tensors from rank to rank over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Transport over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TorchTransport(Transport):
     """Point-to-point operations of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        """Take a process group, by default the whole world, and where tensors are, by default on the CPU.
+        """Take a process group (default: the world) and the device of the tensors (default: the CPU).
 
-        Collective over the group: NCCL wants all ranks in its first operation.
+        Collective over the group: NCCL needs all ranks in its first operation.
         """
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = group

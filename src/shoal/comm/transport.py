@@ -1,4 +1,4 @@
-"""What hand-written collectives need of a network: tensors from rank to rank, counted on their way."""
+"""Interface between collectives and a network: point-to-point operations that count bytes and messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from shoal.gradsync.exchange import Handle, Traffic
 
 
 class Transport(ABC):
-    """A rank's way to the others of its group.
+    """Point-to-point operations between a rank and the others of its group.
 
-    Between two ranks tensors arrive in the order in which they were sent; sender and receiver agree on their
-    number of bytes. Tensors of any format, contiguous and on `device`, are taken; empty ones are not sent.
+    Between two ranks tensors arrive in the order in which they were sent. The numbers of bytes of a send and
+    its receive must be equal. Tensors may have any format and must be contiguous and on `device`. Empty
+    tensors are not sent.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class Transport(ABC):
         self.size = size
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
-        self.hosts: list[list[int]] = [list(range(size))]  # the ranks of each; whoever knows better sets it
+        self.hosts: list[list[int]] = [list(range(size))]  # the ranks of each; set from outside
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def isend(self, tensor: Tensor, to: int) -> Handle:
@@ -38,15 +39,15 @@ class Transport(ABC):
         return self._start([], [(tensor, source)])
 
     def iexchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Handle:
-        """Start to send and to receive at once, as ranks must that all do both before any waits."""
+        """Start a send and a receive at once, for ranks that all do both before any of them waits."""
         return self._start([(outgoing, to)], [(incoming, source)])
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor; return when it may be written again."""
+        """Send a tensor; return when it may be overwritten."""
         self.isend(tensor, to).wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        """Receive into a tensor; return when it is there."""
+        """Receive into a tensor; return when it has arrived."""
         self.irecv(tensor, source).wait()
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
@@ -54,9 +55,9 @@ class Transport(ABC):
         self.iexchange(outgoing, to, incoming, source).wait()
 
     def scratch(self, like: Tensor, numel: int) -> Tensor:
-        """Return memory for `numel` elements, which the next call gives out again.
+        """Return memory for `numel` elements, which the next call returns again.
 
-        It is kept: new memory for each call would take as long as to send what it holds.
+        The memory is kept, as allocating it anew would take as long as sending its contents.
         """
         num_bytes = numel * like.element_size()
         if self._scratch.numel() < num_bytes:
@@ -64,9 +65,9 @@ class Transport(ABC):
         return self._scratch[:num_bytes].view(like.dtype)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> None:
-        """Reduce a tensor over all ranks by the library's own algorithm, which is not counted.
+        """Reduce a tensor over all ranks by the library's own algorithm, whose bytes are not counted.
 
-        An average is left as a sum. Formats that the library lacks end with its own error.
+        An average is left as a sum. Unsupported formats raise the library's own error.
 
         Raises:
             InputError: The library has no all-reduce.
@@ -76,14 +77,14 @@ class Transport(ABC):
         )
 
     def group(self, ranks: Sequence[int]) -> Transport:
-        """Return this rank's way to some ranks only, which are numbered in the order given, from 0.
+        """Return a transport to some of the ranks, numbered in the order given, from 0.
 
-        Nothing is exchanged to make a group. Its traffic counts as that of the whole.
+        Making a group sends nothing. Its traffic is counted in that of this transport.
         """
         return _Group(self, ranks)
 
     def check(self, tensor: Tensor) -> None:
-        """Raise an InputError for a tensor that cannot be sent from here."""
+        """Raise InputError for a tensor that this transport cannot send."""
         if tensor.device.type != self.device.type or not tensor.is_contiguous():
             kind = "" if tensor.is_contiguous() else "not "
             raise InputError(
@@ -92,7 +93,7 @@ class Transport(ABC):
             )
 
     def synchronise(self) -> None:
-        """Wait for the device, on which `Handle.wait` only orders what follows."""
+        """Wait for the device; on a GPU, `Handle.wait` only orders later work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -109,11 +110,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Sequence[Handle]:
-        """Start transfers of bytes that must be able to run at the same time."""
+        """Start transfers, which must be able to run at the same time."""
 
 
 class Several:
-    """Transfers that are waited for together."""
+    """Handle of several transfers."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles

@@ -30,7 +30,6 @@ class Shape(Protocol):
 Problem = tuple[str, str]  # what is wrong, with the values; what to choose
 # Settings that networks of fixed form do not read, beside those of the section model.
 _FOR_DECODERS = ("data.reset_documents", "train.recompute", "train.recompute_layers")
-_FOR_TOKENS = ("train.seq_len", "eval.seq_len")
 Rule = Callable[[Config, Layout, Shape], Iterator[Problem]]
 
 
@@ -66,7 +65,7 @@ def check_tensor_cut(shape: Shape, tp: int) -> None:
 def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
     """Yield what goes with decoders only."""
     network = config.model.network
-    read = ("model.network",) if network == "fcn-r" else ("model.network", "model.vocab_size")
+    read = ("model.network", "model.vocab_size")
     if layout.zero or layout.tp * layout.pp > 1:
         yield (
             f"model.network = {network} under {layout}: tp, pp and zero know how to cut decoders only",
@@ -74,7 +73,7 @@ def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
         )
     for name, value, default in differences(config, Config()):
         decoders = name.startswith("model.") and name not in read
-        if decoders or name in _FOR_DECODERS or (network == "fcn-r" and name in _FOR_TOKENS):
+        if decoders or name in _FOR_DECODERS:
             yield (
                 f"{name} = {value} with model.network = {network}, which does not read it",
                 f"leave it out ({name} = {default})",

@@ -26,7 +26,7 @@ def load_config(source: str, overrides: Mapping[str, Mapping[str, Any]] | None =
     """Load a preset by name or a TOML file by path, then apply overrides {section: {field: value}}."""
     path = Path(source)
     if path.suffix == ".toml" or path.is_file():
-        values = _parse(_read(path), source)
+        values = _parse(read_toml(path), source)
     elif source in preset_names():
         values = _parse(
             resources.files("shoal.presets").joinpath(f"{source}.toml").read_text(), f"preset {source}"
@@ -78,7 +78,8 @@ def differences(config: Config, reference: Config) -> list[tuple[str, Any, Any]]
     ]
 
 
-def _read(path: Path) -> str:
+def read_toml(path: Path) -> str:
+    """Return the text of a TOML file, of limited size."""
     try:
         if path.stat().st_size > _MAX_TOML_BYTES:
             raise ConfigError(f"{path} is larger than 1 MiB: not a configuration")

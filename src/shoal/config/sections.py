@@ -29,9 +29,9 @@ class Section(BaseModel):
 class Model(Section):
     """Network to train, and the shape of a decoder."""
 
-    network: Literal["decoder", "fcn-r", "lstm"] = "decoder"
-    """Network: decoder (a GPT), fcn-r (a sigmoid MLP of widths 2048-4096-1024, for labelled examples) or lstm
-    (two LSTM layers of width 256, for text). fcn-r and lstm ignore the other model settings."""
+    network: str = "decoder"
+    """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or
+    a TOML file that describes one. Described networks ignore the other model settings."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
     RoPE, RMSNorm, SwiGLU, no biases."""
@@ -109,6 +109,8 @@ class Train(Section):
     recomputed."""
     recompute_layers: PositiveInt = 1
     """Layers per chunk with recompute = full."""
+    recompute_offload: bool = False
+    """With recompute = full: keep the input of each chunk in host memory until the backward pass."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compilation of the blocks with torch.compile. auto: if the run is long enough to save more time than
     compilation takes. On GPUs, the loss of a decoder is compiled in every case."""
@@ -198,6 +200,10 @@ class Eval(Section):
     """Tokens per validation sequence; 0 means train.seq_len."""
     batch_size: NonNegativeInt = 0
     """Sequences per forward pass on one process; 0 means train.micro_batch_size."""
+    prompt: str = ""
+    """Text to continue at each validation, on the console and in metrics.jsonl; empty means none."""
+    sample_tokens: PositiveInt = 48
+    """Length of that continuation, sampled at temperature 0.8."""
 
 
 class Parallel(Section):

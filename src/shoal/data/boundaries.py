@@ -25,6 +25,7 @@ class Boundary:
 AFTER_WORD = Boundary(
     re.compile(rb"(?<=[A-Za-z0-9])(?=[ \n])|(?<=" + _HAN + rb")(?=[ \n]|\xef\xbc\x8c|\xe3\x80\x82)")
 )
+BEFORE_SPACE = Boundary(re.compile(rb"(?=[ \n])"))  # for words that white space divides
 ANYWHERE = Boundary(re.compile(rb"(?=[\x00-\x7f\xc0-\xff])"))  # before any character
 # SentencePiece puts a blank of its own before each text: it stands for the one that is left out.
 BETWEEN_WORDS = Boundary(re.compile(rb"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])"), skip=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.data.boundaries import AFTER_WORD, Boundary
+from shoal.data.boundaries import AFTER_WORD, BEFORE_SPACE, Boundary
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD_RULES = (
@@ -88,6 +88,8 @@ def boundary_rule(spec: dict[str, Any]) -> Boundary | None:
     if is_gpt2_split(stages):
         return AFTER_WORD
     kinds = [stage.get("type") for stage in stages]
+    if kinds in (["WhitespaceSplit"], ["Whitespace"]):
+        return BEFORE_SPACE
     if (
         kinds != ["Split", "ByteLevel"]
         or stages[1].get("add_prefix_space")

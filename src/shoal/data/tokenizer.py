@@ -1,9 +1,10 @@
-"""Text to ids and back: `tokenizer.json` through the tokenizers library, SentencePiece models, bytes."""
+"""Text to ids and back: `tokenizer.json` files, SentencePiece models, bytes, characters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ _KINDS = "use a tokenizer.json, a SentencePiece .model, or the folder that holds
 PIECE_BYTES = 1 << 20  # longer texts are encoded piece by piece
 _WORTH_PROVING = 1 << 15  # characters; below, the slower library is done before tiktoken is set up
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+UNKNOWN = "<unk>"
 JSON_NAME, MODEL_NAME = "tokenizer.json", "tokenizer.model"
 GPT2_PAT = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # the same, faster
@@ -39,12 +41,15 @@ class Backend(Protocol):
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts of moderate size."""
 
+    def ids_with_specials(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts in which the text of a special token becomes its id."""
+
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving special tokens out."""
 
 
 class Tokenizer:
-    """Encode and decode text. The text of a special token is only text; it never becomes the special id."""
+    """Encode and decode text. The text of a special token is only text, but for `encode_with_specials`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -56,6 +61,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without an end-of-document id."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Return the ids of a text in which the text of a special token becomes its id, as in chat templates.
+
+        A SentencePiece model has special tokens that no text becomes.
+        """
+        ids: list[int] = self._ids([text], self._backend.ids_with_specials)[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -76,10 +89,14 @@ class Tokenizer:
         """Return a decoder for ids that come one by one."""
         return TextStream(self)
 
-    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _ids(
+        self,
+        texts: Sequence[str],
+        encode: Callable[[Sequence[str]], list[np.ndarray]] | None = None,
+    ) -> list[np.ndarray]:
         """Encode, turning a lone surrogate into a sentence."""
         try:
-            return self._backend.ids(texts)
+            return (encode or self._backend.ids)(texts)
         except UnicodeEncodeError as error:
             raise DataError(
                 f"the text is not valid Unicode: {error.reason}", hint="remove lone surrogates"
@@ -124,7 +141,7 @@ class TextStream:
 
 
 class JsonBackend:
-    """A `tokenizer.json`, read by the tokenizers library; bytes and GPT-2-style BPE have faster ways."""
+    """A `tokenizer.json`, read by the tokenizers library; bytes, characters and GPT-2-style BPE go faster."""
 
     def __init__(self, content: str, where: str) -> None:
         from tokenizers import Tokenizer as Reference
@@ -149,22 +166,39 @@ class JsonBackend:
             )
         self._spec, self._where = spec, where
         self._is_bytes = _is_bytes(spec)
-        self.cut = ANYWHERE if self._is_bytes else boundary_rule(spec)
-        self.name = "bytes" if self._is_bytes else str(spec["model"].get("type"))
+        self._char_ids = _char_ids(spec)
+        anywhere = self._is_bytes or self._char_ids is not None
+        self.cut = ANYWHERE if anywhere else boundary_rule(spec)
+        self.name = (
+            "bytes" if self._is_bytes else "characters" if anywhere else str(spec["model"].get("type"))
+        )
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode by the fastest way that is proven to give the reference's ids."""
         if self._is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        if self._char_ids is not None:
+            return [self._char_ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         worth_it = "_fast" in self.__dict__ or sum(map(len, texts)) > _WORTH_PROVING
         if worth_it and self._fast is not None:
             encoder, table = self._fast
             return [table[encoder.encode_to_numpy(text, disallowed_special=())] for text in texts]
+        return self._ids_by(self.reference, texts)
+
+    def ids_with_specials(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts in which the text of a special token becomes its id."""
+        return self._ids_by(self._with_specials, texts)
+
+    def _ids_by(self, reference: Any, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             text.encode()  # a lone surrogate must raise here, not inside the library
         with _said(f"tokenizer {self._where} cannot encode this text"):
-            found = self.reference.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = reference.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    @cached_property
+    def _with_specials(self) -> Any:
+        return type(self.reference).from_str(self.reference.to_str())
 
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving special tokens out."""
@@ -217,6 +251,8 @@ class SentencePieceBackend:
             text.encode()
         found = self.processor.encode(list(texts), num_threads=1)
         return [np.array(ids, dtype=np.uint32) for ids in found]
+
+    ids_with_specials = ids
 
     def text(self, ids: list[int]) -> str:
         """Decode ids, leaving control tokens out."""
@@ -285,14 +321,39 @@ def bytes_tokenizer_json() -> str:
     return byte_level_json(dict(BYTE_OF), [], EOD_NAMES[0])
 
 
+def closed_json(tokens: Iterable[str], *, words: bool) -> str:
+    """Return the `tokenizer.json` whose tokens are these words, split at white space, or characters.
+
+    `<unk>`, id 0, stands for any other. Decoding joins words with blanks.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab = {token: number for number, token in enumerate([UNKNOWN, *tokens])}
+    if not words:
+        return _built_json(models.BPE(vocab, [], unk_token=UNKNOWN), None, decoders.Fuse(), EOD_NAMES[0])
+    return _built_json(
+        models.WordLevel(vocab, unk_token=UNKNOWN), pre_tokenizers.WhitespaceSplit(), None, EOD_NAMES[0]
+    )
+
+
 def byte_level_json(vocab: dict[str, int], merges: list[tuple[str, str]], eod: str) -> str:
     """Return the `tokenizer.json` of a GPT-2-style BPE with `eod` as its special token."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _built_json(models.BPE(vocab=vocab, merges=merges), split, decoders.ByteLevel(), eod)
+
+
+def _built_json(model: Any, pre_tokenizer: Any, decoder: Any, eod: str) -> str:
+    """Put a tokenizer of the library together, with `eod` as its special token, and return its file."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Reference
 
-    built = Reference(models.BPE(vocab=vocab, merges=merges))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
+    built = Reference(model)
+    if pre_tokenizer is not None:
+        built.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        built.decoder = decoder
     built.add_special_tokens([AddedToken(eod, special=True, normalized=False)])
     return str(built.to_str(pretty=False))
 
@@ -313,6 +374,30 @@ def _is_bytes(spec: dict[str, Any]) -> bool:
     return byte_level_merges(spec) == [] and all(
         spec["model"]["vocab"][char] == BYTE_OF[char] for char in BYTE_OF
     )
+
+
+def _char_ids(spec: dict[str, Any]) -> np.ndarray | None:
+    """Return the id of each code point where every character is a token of its own; None elsewhere.
+
+    A BPE that merges nothing and splits nothing looks each character up by itself.
+    """
+    model = dict(spec["model"])
+    vocab, unknown = model.pop("vocab", None), model.pop("unk_token", None)
+    plain = (
+        model.pop("type", None) == "BPE"
+        and isinstance(vocab, dict)
+        and isinstance(vocab.get(unknown), int)
+        and not any(model.values())  # merges, affixes, fused unknowns and the like
+        and not any(spec.get(part) for part in ("normalizer", "pre_tokenizer"))
+        and all(token.get("special") for token in spec.get("added_tokens") or [])
+    )
+    if not plain:
+        return None
+    table = np.full(sys.maxunicode + 1, vocab[unknown], dtype=np.uint32)
+    for token, number in vocab.items():
+        if len(token) == 1:
+            table[ord(token)] = number
+    return table
 
 
 def _checked_size(vocab_size: int, where: str) -> int:

@@ -1,4 +1,4 @@
-"""From what is known of each rank to one sentence: who holds the job up, where, and who waits for it."""
+"""Find the rank that blocks a job from the views of all ranks, and describe it in one sentence."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shoal.runtime.flight_recorder import is_plumbing
 _MAX_CLAUSES = 4
 _PLURAL = {"waits in": "wait in", "is": "are", "has": "have"}
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-_GUARDS = ("watch.py", "stop.py")  # threads of ours that hold nothing up
-_LATER = "saving"  # a background thread's group: its operations have no place in the order of a step
+_GUARDS = ("watch.py", "stop.py")  # Shoal's threads that block nothing
+_LATER = "saving"  # group of a background thread: its operations are not in the order of a step
 Frame = tuple[str, str, str]  # file, line, function
 
 
 def conclude(run_dir: Path, cause: Failure | None, views: Sequence[RankView]) -> Failure:
-    """Say why an attempt failed, or hangs if there is no `cause`; keep records and stacks in postmortem/."""
+    """Return why an attempt failed, or hangs if there is no `cause`; write records to postmortem/."""
     if cause is not None and cause.fatal and cause.rank >= 0:
-        return cause  # the user's input, say: no rank is to blame
+        return cause  # such as bad input: no rank is at fault
     if cause is None:
         verdict = HangDiagnosis(views).judge()
         failure = Failure(min(verdict.ranks, default=0), time.time(), verdict.sentence)
@@ -38,13 +38,13 @@ def conclude(run_dir: Path, cause: Failure | None, views: Sequence[RankView]) ->
     try:
         folder = write_postmortem(run_dir, views, sentence)
         kept = f"stacks and last operations: {folder}"
-    except ShoalError as error:  # a full disk must not hide the verdict
+    except ShoalError as error:  # a full disk must not prevent the verdict
         kept = f"no post-mortem: {error.message}"
     return replace(failure, sentence=f"{sentence}{newline}{hint}\n  hint: {kept}")
 
 
 def _explained(cause: Failure, views: Sequence[RankView]) -> Failure:
-    """Add to a failure what the ranks did, or tell the disagreement that led to it."""
+    """Add the state of the ranks to a failure, or the disagreement that led to it."""
     alive = [replace(view, state="running" if view.state == "gone" else view.state) for view in views]
     diagnosis = HangDiagnosis(alive)
     if wrong := diagnosis.mismatch():
@@ -60,7 +60,7 @@ def _explained(cause: Failure, views: Sequence[RankView]) -> Failure:
 
 
 def write_postmortem(run_dir: Path, views: Sequence[RankView], sentence: str) -> Path:
-    """Keep records (JSON), stacks (text) and the verdict; return their folder."""
+    """Write records (JSON), stacks (text) and the verdict; return their folder."""
     folder = run_dir / "postmortem" / time.strftime("%Y%m%d-%H%M%S")
     for view in views:
         groups = {name: channel._asdict() for name, channel in view.channels.items()}
@@ -74,18 +74,18 @@ def write_postmortem(run_dir: Path, views: Sequence[RankView], sentence: str) ->
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to tell, and the ranks at fault."""
+    """Sentence for the user, and the ranks at fault."""
 
     sentence: str
     ranks: tuple[int, ...]
 
 
 class HangDiagnosis:
-    """Hang diagnosis: finds the ranks at fault in the views of all ranks at one moment."""
+    """Finds the ranks at fault in the views of all ranks at one moment."""
 
     def __init__(self, views: Sequence[RankView]) -> None:
         self._views = {view.rank: view for view in sorted(views, key=lambda view: view.rank)}
-        self._issued: dict[str, dict[int, int]] = defaultdict(dict)  # how many, by channel and rank
+        self._issued: dict[str, dict[int, int]] = defaultdict(dict)  # count by channel and rank
         self._at: dict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)  # channel, number; rank
         self._descriptions: dict[str, str] = {}
         for view in self._views.values():
@@ -96,7 +96,7 @@ class HangDiagnosis:
                 self._issued[name][view.rank] = channel.seq
             for op in view.operations:
                 self._at[op.channel, op.seq][view.rank] = op
-        # (rank, operation) where others of a group have issued an operation that the rank has not
+        # (rank, operation): other ranks of the group have issued the operation, this rank has not
         self._lacking = [
             (rank, next(iter(self._at[name, count + 1].values())))
             for name, issued in self._issued.items()
@@ -105,11 +105,11 @@ class HangDiagnosis:
         ]
 
     def judge(self) -> Verdict:
-        """Say why a job that makes no progress makes none."""
+        """Return why a job makes no progress."""
         for find in (self.mismatch, self._lost, self._skipped, self._behind):
             if verdict := find():
                 return verdict
-        # Or ranks came to one number of a group from different lines of the program.
+        # Also: ranks issued the same number of a group from different lines of the program.
         if verdict := self._difference(lambda op: (_signature(op), op.caller, op.words)):
             return verdict
         if not any(view.waiting for view in self._views.values()):
@@ -120,11 +120,11 @@ class HangDiagnosis:
         return Verdict(f"{text}; {self.clauses()}", ())
 
     def mismatch(self) -> Verdict | None:
-        """Find operations of other name, shape or dtype at one number of a group: wrong, whatever follows."""
+        """Find operations with the same number in a group but another name, shape or dtype."""
         return self._difference(_signature)
 
     def clauses(self, *, but: Collection[int] = (), at_fault: bool = False) -> str:
-        """Say what all ranks do `but` these, those that do the same in one clause."""
+        """Describe all ranks except `but`, with one clause for those that do the same."""
         doing: dict[tuple[str, str], list[int]] = defaultdict(list)
         for view in self._views.values():
             if view.rank not in but:
@@ -133,7 +133,7 @@ class HangDiagnosis:
         return "; ".join(told[:_MAX_CLAUSES] + ["..."] * (len(told) > _MAX_CLAUSES))
 
     def _clause(self, ranks: Sequence[int], verb: str, what: str) -> str:
-        """Write "ranks 0-2 wait in", or "rank 3 on south is in data", where that is not the only host."""
+        """Write "ranks 0-2 wait in", or "rank 3 on south is in data" if there are several hosts."""
         runs: list[list[int]] = []
         for rank in sorted(ranks):
             if not runs or rank != runs[-1][-1] + 1:
@@ -147,7 +147,7 @@ class HangDiagnosis:
         return f"{who} {_PLURAL.get(verb, verb) if several else verb} {what}"
 
     def _doing(self, view: RankView, *, at_fault: bool) -> tuple[str, str]:
-        """Return verb and object: waits in an operation that others have not issued, or is somewhere."""
+        """Return verb and object: waits in an operation that others have not issued, or is at a place."""
         if view.state != "running":
             where = {"gone": ", last seen in {}", "stopped": " by a signal in {}"}.get(view.state, "")
             said = f"{view.state}{where}".format(place(view))
@@ -156,20 +156,20 @@ class HangDiagnosis:
             (op for op in view.operations if op.seq > min(self._issued[op.channel].values())), None
         )
         if at_fault and not view.waiting:
-            pending = None  # it issued that ahead of time, and does something else now
+            pending = None  # it issued that operation in advance, and does something else now
         elif pending is None and view.waiting and view.operations:
             pending = view.operations[-1]
         return ("waits in", self._spoken(pending)) if pending else ("is", f"in {place(view)}")
 
     def _lost(self) -> Verdict | None:
-        """Find ranks whose process is gone, that are stopped or never came."""
+        """Find ranks whose process has ended, is stopped, or never started."""
         for state in ("gone", "stopped", "absent"):
             if lost := [rank for rank, view in self._views.items() if view.state == state]:
                 return self._verdict(lost)
         return None
 
     def _skipped(self) -> Verdict | None:
-        """Find ranks that went past an operation others wait in, judged by their own step before."""
+        """Find ranks that left out an operation in which others wait, judged by their own previous step."""
         found: dict[Operation, list[int]] = defaultdict(list)
         for rank, operation in self._lacking:
             if self._went_past(self._views[rank], operation):
@@ -180,9 +180,9 @@ class HangDiagnosis:
         return self._verdict(found[operation], "skipped", self._spoken(operation))
 
     def _went_past(self, view: RankView, lacked: Operation) -> bool:
-        """Say whether a rank is beyond the place of an operation that it did not issue.
+        """Return whether a rank is past an operation that it did not issue.
 
-        It is in a later step, or issued in this step what came after that operation in its step before.
+        That is, it is in a later step, or has issued an operation that followed it in the previous step.
         """
         if self._descriptions[lacked.channel] == _LATER or view.step != lacked.step:
             return self._descriptions[lacked.channel] != _LATER and lacked.step < view.step
@@ -193,7 +193,7 @@ class HangDiagnosis:
         return any(before.get(name, -1) > after for name in self._names(view, view.step).values())
 
     def _names(self, view: RankView, step: int) -> dict[Operation, Any]:
-        """Name the operations of a step: what they are, and the how-manieth of these in the step."""
+        """Name the operations of a step by kind and by their number among those of the kind."""
         count: Counter[Hashable] = Counter()
         names = {}
         for op in view.operations:
@@ -204,7 +204,7 @@ class HangDiagnosis:
         return names
 
     def _behind(self) -> Verdict | None:
-        """Find ranks that did not issue what others wait for; best those that wait for nobody themselves."""
+        """Find ranks that did not issue what others wait for, preferably ranks that wait for none."""
         lacking = {rank for rank, _ in self._lacking}
         issued = [
             (rank, count > min(of.values())) for of in self._issued.values() for rank, count in of.items()
@@ -215,7 +215,7 @@ class HangDiagnosis:
         return self._verdict(ranks) if ranks else None
 
     def _difference(self, key: Callable[[Operation], Hashable]) -> Verdict | None:
-        """Find the earliest number of a group at which operations differ by `key`, and say whose is odd."""
+        """Find the first number of a group at which operations differ by `key`, and the ranks that differ."""
         differing = [ops for ops in self._at.values() if len({key(op) for op in ops.values()}) > 1]
         if not differing:
             return None
@@ -235,7 +235,7 @@ class HangDiagnosis:
         return Verdict(", where ".join(told), tuple(order[0][1]))
 
     def _spoken(self, op: Operation) -> str:
-        """Name an operation: "all_reduce 4711, gradient bucket 5"."""
+        """Describe an operation: "all_reduce 4711, gradient bucket 5"."""
         return self._numbered(op) + (f", {op.words}" if op.words else f" ({op.caller})")
 
     def _detailed(self, op: Operation) -> str:
@@ -246,14 +246,14 @@ class HangDiagnosis:
         return f"{op.name} {op.seq}" + (f" in group {description}" if description else "")
 
     def _verdict(self, ranks: Sequence[int], verb: str = "", what: str = "") -> Verdict:
-        """Blame ranks for what they do, or for what is given, and say what the others do."""
+        """Return a verdict on ranks for what they do, or for a given reason, with the state of the others."""
         others = self._views.keys() - set(ranks)
         blamed = self._clause(ranks, verb, what) if verb else self.clauses(but=others, at_fault=True)
         return Verdict("; ".join(filter(None, [blamed, self.clauses(but=ranks)])), tuple(ranks))
 
 
 def place(view: RankView) -> str:
-    """Say where a rank is: its phase, and the innermost function of its main thread that is not torch's."""
+    """Return where a rank is: its phase, and the innermost function outside of torch in its main thread."""
     step = f"step {view.step}" if view.step else ""
     words = [f"{view.phase} of {step}" if view.phase and step else view.phase or step]
     if frame := _own_frame(view.stack):
@@ -266,7 +266,7 @@ def _signature(op: Operation) -> Hashable:
 
 
 def _own_frame(stack: str) -> Frame | None:
-    """Return the frame to name: of the main thread, or of a thread whose result that one waits for."""
+    """Return the frame to name: that of the main thread, or of a thread for which the main one waits."""
     threads: list[
         list[Frame]
     ] = []  # innermost frame first, the main thread last, as faulthandler writes them

@@ -1,4 +1,4 @@
-"""What is known of a rank from outside: its flight recorder's file, read while it runs or after its end."""
+"""View of a rank from outside: the file of its flight recorder, read while it runs or after its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.runtime.flight_recorder import CHANNELS, LINE
 
 
 class Operation(NamedTuple):
-    """One operation between ranks, as its rank issued it."""
+    """Operation between ranks, as issued by one rank."""
 
     channel: str
     seq: int  # in its channel, from 1
@@ -25,7 +25,7 @@ class Operation(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A group, or one direction between two ranks of a group, as one rank knows it."""
+    """Group, or one direction between two ranks of a group, as recorded by one rank."""
 
     seq: int  # operations that the rank has issued in it
     description: str
@@ -34,11 +34,11 @@ class Channel(NamedTuple):
 
 @dataclass
 class RankView:
-    """What is known of a rank from outside."""
+    """State of a rank, seen from outside."""
 
     rank: int
     state: str = "running"  # or done, stopped, gone, absent (no recorder yet)
-    host: str = ""  # where there are several
+    host: str = ""  # if there are several
     pid: int = 0
     beats: int = 0
     step: int = 0
@@ -50,10 +50,10 @@ class RankView:
 
 
 def read_recorder(path: Path, rank: int, *, whole: bool = True) -> RankView | None:
-    """Read a flight recorder, if not `whole` without operations; None where there is none that has begun."""
+    """Read a flight recorder, without operations unless `whole`; None if there is none yet."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            # Mapped, as read bytes would count as progress where a rank looks at itself.
+            # Mapped: bytes that are read would count as progress of a rank that watches itself.
             text = mapped[:] if whole else mapped[: (1 + CHANNELS) * LINE]
             lines = [_parse(line) for line in text.split(b"\n")]
     except (OSError, ValueError):  # none, or an empty one
@@ -73,7 +73,7 @@ def read_recorder(path: Path, rank: int, *, whole: bool = True) -> RankView | No
 
 
 def _parse(line: bytes) -> list[Any]:
-    """Read a line; empty where it is, or is being written."""
+    """Parse a line; empty if the line is empty or is being written."""
     try:
         return list(json.loads(line)) if line.strip() else []
     except ValueError:

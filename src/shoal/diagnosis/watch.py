@@ -1,7 +1,7 @@
-"""Looks at the ranks of a host from outside and says when they make no progress, or do not fit together.
+"""Watch the ranks of a host, and report if they make no progress or their operations disagree.
 
-Under our launcher that is the launcher's work; else a thread of every rank looks, and the first that finds
-something reports for its host. Ranks of other hosts are known by what is told of them.
+Under Shoal's launcher, the launcher watches. Otherwise a thread of every rank watches, and the first one to
+find trouble reports for its host. Hosts send each other the state of their ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from shoal.runtime.flight_recorder import STACK_SIGNAL, UNRECORDED, recorder_pat
 from shoal.runtime.rank_info import RankInfo
 
 _PERIOD_S = 1.0
-_WHOLE = 10  # every so many looks operations are compared, too, though there is progress: 3 ms a rank
-_START_S = 300.0  # for all ranks to begin, however short the limit
+_WHOLE = 10  # operations are also compared at every so many polls with progress: 3 ms a rank
+_START_S = 300.0  # for all ranks to begin, even if the limit is shorter
 _STACKS_S = 3.0
-_HOSTS_S = 5.0  # for the other hosts to tell of their ranks
-_IO_BYTES = 1 << 20  # a rank that reads or writes this much in a period is at work: loading, saving
+_HOSTS_S = 5.0  # wait for the state of the other hosts' ranks
+_IO_BYTES = 1 << 20  # a rank that reads or writes this much in a period makes progress: loading, saving
 _TOLD_OPERATIONS, _TOLD_STACK = 128, 8000
 _SPEECH_S = 20.0
 
 
 class Watch:
-    """Polled about once a second; finds trouble when no rank makes progress, or two do not fit together."""
+    """Detects that no rank makes progress, or that operations disagree. Poll it about once a second."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Watch:
         host: str = "",
         share: Callable[[Any], list[Any]] = lambda _: [],
     ) -> None:
-        """Watch `ranks`, all on this host; `share` tells the other hosts a value, and returns their last."""
+        """Watch `ranks`, all on this host; `share` sends a value to other hosts and returns theirs."""
         self._run_dir, self._ranks, self._hang_s = run_dir, list(ranks), hang_s
         self._host, self._share = host, share
         self._due = self._since = time.monotonic()
@@ -59,11 +59,11 @@ class Watch:
         self._wrong: Verdict | None = None
 
     def troubled(self) -> bool:
-        """Look, if it is time to, and say whether the ranks hang or disagree."""
+        """Check the ranks, if it is time to, and return whether they hang or disagree."""
         now = time.monotonic()
         if (late := now - self._due) < 0:
             return False
-        if late > _PERIOD_S:  # the machine slept, or this process was stopped, and so may the ranks have been
+        if late > _PERIOD_S:  # the machine or this process was suspended, and maybe the ranks too
             self._since += late
         self._due = now + _PERIOD_S
         self._looks += 1
@@ -79,14 +79,14 @@ class Watch:
                 self._wrong,
                 HangDiagnosis(views + heard(o["views"] for o in others)).mismatch(),
             )
-            if wrong is not None and self._wrong is not None:  # seen twice: nothing half written
+            if wrong is not None and self._wrong is not None:  # seen twice: not half written
                 return True
         begun = all(view.state != "absent" for view in views)
         limit = self._hang_s if begun else max(self._hang_s, _START_S)
         return min([quiet, *(other["quiet"] for other in others)]) > limit
 
     def views(self, *, stacks: bool = False) -> list[RankView]:
-        """Read the flight recorders of this host's ranks, and have those that can write their stacks."""
+        """Read the flight recorders of this host's ranks, after asking the ranks for their stacks."""
         asked = {}
         for view in map(self._view, self._ranks if stacks else ()):
             with contextlib.suppress(OSError):
@@ -110,17 +110,17 @@ class Watch:
         here: Failure | None,
         agree: Callable[[Failure | None, list[dict[str, Any]]], tuple[Failure | None, list[Any]]],
     ) -> tuple[Failure | None, Failure]:
-        """Return the first cause over all hosts, None for a hang, and what to tell of it.
+        """Return the first cause over all hosts, None for a hang, and the text that describes it.
 
-        `here` is the cause on this host; `agree` brings it, and what is known of the ranks, together with
-        that of the others.
+        `here` is the cause on this host. `agree` combines it, and the views of the ranks, with those of the
+        other hosts.
         """
         own = self.views(stacks=here is None)
         cause, others = agree(here, told(own))
         return cause, conclude(self._run_dir, cause, own + heard(others))
 
     def is_leader(self) -> bool:
-        """Say whether this process reports for its host: the first one that asks, while it lives."""
+        """Return whether this process reports for its host: the first one that asks, as long as it lives."""
         try:
             handle = os.open(recorder_path(self._run_dir, self._ranks[0]), os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ class Watch:
 
 
 def told(views: Sequence[RankView]) -> list[dict[str, Any]]:
-    """Make views small, and values of JSON, for other hosts."""
+    """Shorten views and turn them into JSON values, for other hosts."""
     return [
         asdict(replace(v, operations=v.operations[-_TOLD_OPERATIONS:], stack=v.stack[-_TOLD_STACK:]))
         for v in views
@@ -150,7 +150,7 @@ def told(views: Sequence[RankView]) -> list[dict[str, Any]]:
 
 
 def heard(values: Any) -> list[RankView]:
-    """Return the views that other hosts `told`."""
+    """Return the views of other hosts, the inverse of `told`."""
     views = []
     for value in (value for of_host in values for value in of_host):
         channels = {name: Channel(*channel) for name, channel in value["channels"].items()}
@@ -160,9 +160,9 @@ def heard(values: Any) -> list[RankView]:
 
 
 def watch_from_within(info: RankInfo, run_dir: Path, hang_s: float) -> None:
-    """Watch in a thread of this rank, where no launcher of ours does; a verdict ends the process.
+    """Watch in a thread of this rank, for ranks without Shoal's launcher; a verdict ends the process.
 
-    Called on every rank once all have joined. A launcher is taken to give each host neighbouring ranks.
+    Called on every rank once all have joined. Each host is assumed to have neighbouring ranks.
     """
     first = info.rank - info.local_rank
     several = info.is_on_several_hosts
@@ -180,19 +180,19 @@ def watch_from_within(info: RankInfo, run_dir: Path, hang_s: float) -> None:
             error = ShoalError(conclude(run_dir, None, everybody).sentence)
             record_failure(run_dir, info.rank, info.attempt, error)
             for view in views:
-                if view.state == "stopped":  # it would not hear of the end
+                if view.state == "stopped":  # it would not be told of the end
                     os.kill(view.pid, signal.SIGKILL)
             os.write(2, f"error: {error}\n".encode())
-            time.sleep(_HOSTS_S * several)  # else the others fall over this end before they have spoken
+            time.sleep(_HOSTS_S * several)  # else the others fail by this end, unreported
         else:
-            time.sleep(_SPEECH_S)  # whoever started us may end all ranks with the first
+            time.sleep(_SPEECH_S)  # the launcher may end all ranks with the first one
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=look, name="watch", daemon=True).start()
 
 
 def _told_through(store: dist.Store, views: list[RankView], info: RankInfo) -> list[RankView]:
-    """Tell the other hosts' speakers of our ranks and hear of theirs, while there is a link."""
+    """Exchange the state of ranks with the reporting processes of other hosts, for a limited time."""
     known = {view.rank: view for view in views}
 
     def exchange() -> None:
@@ -211,7 +211,7 @@ def _told_through(store: dist.Store, views: list[RankView], info: RankInfo) -> l
 
 
 def _process_state(pid: int) -> str:
-    """Say whether a process of this host is running, stopped or gone (the last two on Linux only)."""
+    """Return whether a process of this host is running, stopped or gone (the last two on Linux only)."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

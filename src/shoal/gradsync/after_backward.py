@@ -1,4 +1,4 @@
-"""Gradients summed over a group when the backward pass is done, in flat buckets."""
+"""Sum gradients over a group after the backward pass, in flat buckets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shoal.runtime.mesh import local_gradient
 
 
 class SumAfterBackward:
-    """Sums over the ranks of a group that hold the same part of each parameter, whoever else holds the rest.
+    """Sums gradients over the ranks of a group, which hold the same part of each parameter.
 
-    Unlike a communication hook it sees each gradient once and complete, however the backward pass was cut up.
-    Parameters that are cut alike share buckets, and no others do: what all ranks along an axis hold alike
-    then stays so under an exchange that rounds a value by its neighbours.
+    Unlike a communication hook, it gets each gradient once and complete, even if a schedule splits the
+    backward pass. Only parameters that are cut alike share a bucket. Tensors that are the same on all ranks
+    of an axis then stay the same under an exchange that rounds a value together with its neighbours.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], exchange: Exchange) -> None:
-        self._named = dict(sorted(named.items(), key=lambda item: _cut(item[1])))  # stable: else as they come
+        self._named = dict(sorted(named.items(), key=lambda item: _cut(item[1])))  # stable
         self._exchange = exchange
 
     def run(self) -> None:

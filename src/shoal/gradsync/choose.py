@@ -1,4 +1,4 @@
-"""How the replicas of a run agree; a strategy beside the back end's all-reduce is loaded when asked for."""
+"""Choice of the synchronisation strategy; modules of strategies are loaded only when selected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.runtime.mesh import Mesh
 from shoal.runtime.process import Process
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What kind of strategy is in which module. `make` there takes what the functions below give it.
+# The module of each kind of strategy. The functions below call its `make`.
 _MODULES = {
     "exchange": "shoal.strategies.exchange",
     "owner": "shoal.strategies.owners",
@@ -30,7 +30,7 @@ def _module(config: Config) -> Any:
 
 
 def make_exchange(config: Config, mesh: Mesh, process: Process, weights: dict[str, nn.Parameter]) -> Exchange:
-    """Return what sums these weights' gradients over the replicas. Collective over the world."""
+    """Return the exchange that sums these weights' gradients over replicas. Collective over the world."""
     dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
     plain = (config.sync.strategy, config.sync.algorithm) == ("allreduce", "backend")
     if strategy_of(config).kind != "exchange" or mesh.layout.dp_replicate == 1 or plain:
@@ -40,7 +40,7 @@ def make_exchange(config: Config, mesh: Mesh, process: Process, weights: dict[st
 
 
 def make_owners(config: Config, process: Process, weights: dict[str, nn.Parameter]) -> WeightOwners | None:
-    """Return the owners of a replica's weights, None where each rank updates its own. Collective."""
+    """Return the owners of a replica's weights, or None if each rank updates its own. Collective."""
     if strategy_of(config).kind != "owner":
         return None
     dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
@@ -48,7 +48,7 @@ def make_owners(config: Config, process: Process, weights: dict[str, nn.Paramete
 
 
 def make_replicas(replica: Replica, exchange: Exchange, mesh: Mesh) -> SynchronousReplicas:
-    """Return what the replicas do for each other after a step; reach the others where they are apart."""
+    """Return the work of replicas after a step. Replica groups connect to the launcher's store."""
     config = replica.config
     if strategy_of(config).apart:
         return cast(SynchronousReplicas, _module(config).make(replica))

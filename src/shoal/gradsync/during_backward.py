@@ -1,4 +1,4 @@
-"""Gradients of plain replicas summed bucket by bucket during the backward pass."""
+"""Sum gradients of plain replicas by bucket during the backward pass."""
 
 # No postponed annotations here: DDP checks those of the hook.
 
@@ -11,9 +11,9 @@ from shoal.gradsync.exchange import Bucket, Exchange, Handle
 
 
 class SumDuringBackward:
-    """A DDP communication hook that leaves the waiting to `wait`, so that exposed time can be measured.
+    """DDP communication hook whose waiting is done in `wait`, so that exposed time can be measured.
 
-    Nothing is sent until `begin`: the first backward pass is there for DDP to order its buckets.
+    Nothing is sent before `begin`: in the first backward pass DDP only orders its buckets.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], exchange: Exchange) -> None:
@@ -27,11 +27,11 @@ class SumDuringBackward:
         model.register_comm_hook(None, self._start)
 
     def begin(self) -> None:
-        """Exchange what comes from now on."""
+        """Start to exchange buckets."""
         self._sends = True
 
     def wait(self) -> None:
-        """Return when every bucket holds the sum over all replicas."""
+        """Wait until every bucket holds the sum over all replicas."""
         for handle in self._in_flight:
             handle.wait()
         self._in_flight.clear()

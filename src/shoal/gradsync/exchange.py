@@ -1,4 +1,4 @@
-"""The exchange that sums gradients of replicas by buckets: the interface, and the back end's all-reduce."""
+"""Exchange of gradients by buckets: the interface, and the back end's all-reduce."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.runtime.flight_recorder import label
 
 
 class Handle(Protocol):
-    """A communication that has begun."""
+    """Handle of a communication that has begun."""
 
     def wait(self) -> object:
-        """Return when sent tensors may be overwritten and received ones read."""
+        """Wait until sent tensors may be overwritten and received ones read."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together: `flat` has all, `views` each by name, in that order."""
+    """Gradients that are exchanged together: all in `flat`, each by name in `views`, in the same order."""
 
     number: int
     flat: Tensor
@@ -38,24 +38,24 @@ class Bucket:
 
 
 class Exchange(ABC):
-    """Replaces buckets by their sums over all replicas, bit for bit the same on each; may keep state.
+    """Replaces buckets by their sums over all replicas, bit for bit the same on each. May keep state.
 
-    Sums are not divided: the loss already is, by the global number of tokens. Every replica starts the same
-    buckets in the same order.
+    Sums are not divided, because the loss is already divided by the global number of tokens. Every replica
+    must start the same buckets in the same order.
     """
 
     name = "allreduce"
-    traffic: Traffic | None = None  # what this rank has sent, where somebody counts
+    traffic: Traffic | None = None  # what this rank has sent; None if it is not counted
 
     def begin(self, step: int, scale: float) -> None:  # noqa: B027
-        """Begin a step, whose loss was multiplied by `scale`."""
+        """Begin a step; `scale` is the factor of its loss."""
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
-        """Start the exchange of a bucket; it may not be used until the handle was waited for."""
+        """Start the exchange of a bucket, which must not be used before `Handle.wait` returns."""
 
     def end(self, *, applied: bool) -> None:  # noqa: B027
-        """End a step; one that was not `applied` leaves the state unchanged."""
+        """End a step. A step that was not `applied` leaves the state unchanged."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of this replica by name, to be saved or filled in place."""
@@ -70,12 +70,12 @@ class BackEnd(Exchange):
     """The back end's all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Send gradients as `dtype`, to which sums are rounded."""
+        """Send gradients as `dtype`; sums are rounded to it."""
         self._group = group
         self._dtype = dtype
 
     def start(self, bucket: Bucket) -> Handle:
-        sent = bucket.flat.to(self._dtype)  # the bucket itself where the format is its own
+        sent = bucket.flat.to(self._dtype)  # the bucket itself if it has this dtype
         label(f"gradient bucket {bucket.number}")
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None, "this rank is not in the group"

@@ -1,4 +1,4 @@
-"""What replicas do for each other after an optimiser step: the interface, and that of plain replicas."""
+"""Work of replicas after an optimiser step: the interface, and that of synchronous replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.runtime.rank_info import ReplicaGroupInfo
 
 @dataclass(frozen=True)
 class Update:
-    """The run's optimiser for some weights."""
+    """Optimiser of the run for some weights."""
 
     step: Callable[[float], None]  # at a learning rate
     state: Callable[[], dict[str, Tensor]]  # by parameter name and key; made where it is not yet there
@@ -27,7 +27,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Replica:
-    """Arguments of a strategy whose replicas train apart: the replica of this rank, and how it is updated."""
+    """Arguments of a strategy for replica groups: the replica of this rank, and its optimiser."""
 
     config: Config
     weights: dict[str, nn.Parameter]  # this rank's, by name
@@ -44,9 +44,9 @@ class Replica:
 
 
 class SynchronousReplicas:
-    """Replicas that take the same step: nothing remains to be done after it.
+    """Replicas that take the same step, so that nothing is left to do after it.
 
-    Other strategies replace what they need.
+    Other strategies override the methods that they need.
     """
 
     traffic: Traffic | None = None  # what this rank has sent to agree, where it is counted
@@ -55,33 +55,33 @@ class SynchronousReplicas:
     saves = True  # this replica's state is the run's, and begins with what a checkpoint holds
 
     def start(self, step: int) -> int:
-        """Begin when `step` steps are done here; return how many are then. Collective over the replicas."""
+        """Begin after `step` steps; return the step to continue from. Collective over the replicas."""
         return step
 
     def take_step(self, step: Callable[[float], None], rate: float) -> None:
-        """Have the weights updated by their gradients, by `step` or by others, at a learning rate."""
+        """Update the weights by their gradients at a learning rate, by calling `step` or in another way."""
         step(rate)
 
     def after_step(self, step: int) -> None:
-        """Follow a step that this replica has taken, or left out. Collective over the replicas."""
+        """Do what follows a step that this replica took or skipped. Collective over the replicas."""
 
     def stopping(self, step: int, *, asked: bool) -> bool:
-        """Say whether to stop after a step; `asked` is whether this replica was told to."""
+        """Return whether to stop after a step; `asked` is whether this replica has a stop request."""
         return asked
 
     def close(self) -> None:
-        """Take part no more. Called when all that is to be saved has been."""
+        """Leave the replicas. Called after the last save."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep beside tensors, as JSON values."""
+        """Return the state for a checkpoint without tensors, as JSON values."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint has to keep, cut like the weights, as kind.parameter."""
+        """Return the tensors for a checkpoint, cut like the weights, by `kind.parameter`."""
         return {}
 
     def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors to fill from a checkpoint with this `state`; empty: it has none to give."""
+        """Return the tensors to fill from a checkpoint with this `state`; empty if it has none."""
         if "inner" in state:
             held = f"{state['strategy']}, inner layout {state['inner']}"
             log.info(f"gradients that were held back are dropped: {held} then, none held now")
@@ -89,7 +89,7 @@ class SynchronousReplicas:
 
 
 class WeightOwners(SynchronousReplicas, ABC):
-    """Replicas of which one updates a weight for all."""
+    """Replicas in which one rank updates a weight for all."""
 
     @property
     @abstractmethod

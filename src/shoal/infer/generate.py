@@ -1,4 +1,9 @@
-"""Continue token sequences with a KV cache: unequal prompts in one batch, each row as if it were alone."""
+"""Continue token sequences with a KV cache: unequal prompts in one batch, each row as if it were alone.
+
+A sequence longer than the window (the model's positions) slides: when one more token comes to a full window,
+its last half is kept and read again at positions from 0. To keep all but one token, as nanoGPT does, costs
+a pass over the whole window for each token; by halves each token is read once more on average.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +38,38 @@ class GeneratedRow:
     sample: int = 0
 
 
-def tokens_that_fit(shape: ModelShape, num_prompt: int, max_tokens: int | None) -> int:
-    """Return how many tokens to generate; None asks for 256, or fewer where the positions end before.
+def tokens_that_fit(
+    shape: ModelShape, num_prompt: int, max_tokens: int | None, *, strict: bool = False
+) -> int:
+    """Return how many tokens to generate, by default 256; a text beyond the model's positions will slide.
 
-    An InputError refuses what goes beyond learned positions; rotary ones have no end, only a warning.
+    `strict`: an InputError rejects such a text, and the default is 256, or fewer where the positions end.
     """
     room = shape.max_seq_len - num_prompt
     if max_tokens is None:
-        max_tokens = min(DEFAULT_MAX_TOKENS, room) if room > 0 else DEFAULT_MAX_TOKENS
-    if shape.style == "gpt2" and max_tokens > room:
+        max_tokens = min(DEFAULT_MAX_TOKENS, room) if strict and room > 0 else DEFAULT_MAX_TOKENS
+    if strict and max_tokens > room:
         raise InputError(
             f"a prompt of {num_prompt} tokens and {max_tokens} new ones do not fit the model's "
             f"{shape.max_seq_len} positions",
             hint=f"use --max-tokens {room} or fewer" if room > 0 else "shorten the prompt",
         )
     if max_tokens > room:
-        _warn_of_length(shape.max_seq_len)
+        _announce_sliding(shape.max_seq_len)
     return max_tokens
 
 
 @functools.cache  # once is enough
-def _warn_of_length(max_seq_len: int) -> None:
-    log.warning(f"warning: beyond the {max_seq_len} positions that the model was made for, text gets worse")
+def _announce_sliding(window: int) -> None:
+    log.warning(
+        f"note: prompt and new tokens exceed the model's {window} positions; the text continues on its last "
+        f"{_kept(window)} to {window} tokens (--max-length-error rejects it instead)"
+    )
+
+
+def _kept(window: int) -> int:
+    """Return how many tokens a window holds after it has slid, the new one included."""
+    return max(1, window // 2)
 
 
 class Engine:
@@ -69,6 +84,17 @@ class Engine:
         self._cache = KVCache(model.shape, rows, capacity, *kind)
         self.rows, self.capacity = rows, capacity
         self.live = 0
+
+    def is_full(self, place: int) -> bool:
+        """Say whether a live sequence has no room for its next token."""
+        return self._cache.lengths[place] == self.capacity
+
+    @torch.inference_mode()
+    def replace(self, place: int, tokens: Sequence[int]) -> None:
+        """Make a live sequence one of these tokens alone."""
+        self._cache.lengths[place] = 0
+        for part in _parts(tokens):
+            self._logits(torch.tensor([part]), place, 1)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -105,12 +131,17 @@ class Engine:
         return logits_bv
 
 
+def _parts(tokens: Sequence[int]) -> list[Sequence[int]]:
+    return [tokens[first : first + _PREFILL] for first in range(0, len(tokens), _PREFILL)]
+
+
 @dataclass
 class _Live(Generic[Key]):
     key: Key
     sampling: Sampling
     generator: torch.Generator
     left: int
+    tokens: list[int]  # the prompt and what followed
 
 
 class DecodingBatch(Generic[Key]):
@@ -128,16 +159,16 @@ class DecodingBatch(Generic[Key]):
         """Read a prompt, at most 512 tokens at each turn of this iterator, then take the row in as `key`.
 
         Yields how many were read: in parts, what attention needs does not grow with the square of the prompt,
-        and other rows can go on in between. Left before its end it takes nothing in.
+        and other rows can go on in between. Left before its end it takes nothing in. Of a prompt beyond the
+        window the last tokens are read.
         """
         self._engine.forget()
-        for first in range(0, len(row.tokens), _PREFILL):
-            part = row.tokens[first : first + _PREFILL]
+        for part in _parts(row.tokens[-self._engine.capacity :]):
             logits_v = self._engine.read(part)
             yield len(part)
         self._engine.admit()
         generator = row_generator(sampling.seed, row.prompt, row.sample)
-        self._live.append(_Live(key, sampling, generator, row.max_tokens))
+        self._live.append(_Live(key, sampling, generator, row.max_tokens, list(row.tokens)))
         self._logits_bv.append(logits_v[None])
 
     def advance(self) -> list[tuple[Key, int | None]]:
@@ -160,8 +191,15 @@ class DecodingBatch(Generic[Key]):
                 over.append(place)
         for place in reversed(over):
             self._leave(place, chosen)
-        self._logits_bv = [self._engine.step(chosen)] if live else []
+        self._logits_bv = [self._step(chosen)] if live else []
         return told
+
+    def _step(self, chosen: list[int]) -> Tensor:
+        for place, (one, token) in enumerate(zip(self._live, chosen, strict=True)):
+            one.tokens.append(token)
+            if self._engine.is_full(place):
+                self._engine.replace(place, one.tokens[-_kept(self._engine.capacity) : -1])
+        return self._engine.step(chosen)
 
     def drop(self, key: Key) -> None:
         """Let a row go that is not over."""
@@ -185,7 +223,8 @@ def generate(
 
     A row ends with its `max_tokens` or before `stop_id`, which is not yielded.
     """
-    capacity = max(len(row.tokens) + row.max_tokens for row in rows)
+    longest = max(len(row.tokens) + row.max_tokens for row in rows)
+    capacity = min(longest, model.shape.max_seq_len)
     batch: DecodingBatch[int] = DecodingBatch(Engine(model, len(rows), capacity), stop_id)
     for number, row in enumerate(rows):
         for _ in batch.add(number, row, sampling):

@@ -84,10 +84,9 @@ class HarnessModel(TemplateLM):
         stops = []
         for number, request in enumerate(requests):
             options = normalize_gen_kwargs(request.args[1])
-            temperature = float(options.get("temperature") or 0.0)
-            greedy = not options.get("do_sample") or temperature == 0.0
+            temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
             sampling = Sampling(
-                greedy, temperature or 1.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+                temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
             )
             alike.setdefault((sampling, int(options["max_gen_toks"])), []).append(number)
             stops.append([stop for stop in options["until"] if stop])

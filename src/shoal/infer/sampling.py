@@ -16,17 +16,16 @@ from shoal.errors import InputError
 class Sampling:
     """How a token is chosen; an InputError names a value out of range."""
 
-    greedy: bool = False
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
+        if not 0 <= self.temperature < float("inf"):
             raise InputError(
-                f"temperature = {self.temperature} is not above 0",
-                hint="use --greedy for the likeliest token",
+                f"temperature = {self.temperature} is negative or not finite",
+                hint="use 0 for the likeliest token, 1 for the model's own distribution",
             )
         if self.top_k < 0:
             raise InputError(f"top-k = {self.top_k} is negative", hint="use 1 or more, or 0 for no limit")
@@ -34,6 +33,11 @@ class Sampling:
             raise InputError(
                 f"top-p = {self.top_p} is not above 0 and at most 1", hint="use 1 for no limit, 0.9 is common"
             )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
 
 
 def row_generator(seed: int, prompt: int, sample: int) -> torch.Generator:

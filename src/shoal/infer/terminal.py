@@ -26,9 +26,10 @@ class GenerateOptions:
     """How much text is asked for; an InputError names a value out of range."""
 
     sampling: Sampling
-    max_tokens: int | None = None  # None: as many as fit, at most 256
+    max_tokens: int | None = None  # None: 256
     samples: int = 1
     batch_size: int = 16
+    max_length_error: bool = False  # reject what is longer than the model's positions
 
     def __post_init__(self) -> None:
         counts = {"max-tokens": self.max_tokens, "samples": self.samples, "batch-size": self.batch_size}
@@ -37,9 +38,20 @@ class GenerateOptions:
                 raise InputError(f"--{name} {value} is not allowed", hint="use 1 or more")
         if self.sampling.greedy and self.samples > 1:
             raise InputError(
-                f"--greedy would give the same text {self.samples} times",
-                hint="leave --greedy or --samples away",
+                f"--greedy or --temperature 0 would give the same text {self.samples} times",
+                hint="use a temperature above 0, or leave --samples out",
             )
+
+    def rows(self, loaded: TextModel, prompt: str, number: int = 0) -> list[GeneratedRow]:
+        """Return a row for each sample of a prompt."""
+        return prompt_rows(
+            loaded,
+            prompt,
+            number=number,
+            samples=self.samples,
+            max_tokens=self.max_tokens,
+            strict=self.max_length_error,
+        )
 
 
 def run(
@@ -73,7 +85,7 @@ def run(
 
 def answer(loaded: TextModel, prompt: str, options: GenerateOptions) -> None:
     """Print a prompt with its continuation as it is made, or several samples one after the other."""
-    rows = prompt_rows(loaded, prompt, samples=options.samples, max_tokens=options.max_tokens)
+    rows = options.rows(loaded, prompt)
     if options.samples == 1:
         _print_stream(loaded, prompt, rows[0], options.sampling)
         return
@@ -93,8 +105,7 @@ def converse(loaded: TextModel, lines: Iterable[str], options: GenerateOptions, 
             return
         if prompt.strip():
             try:
-                row = prompt_rows(loaded, prompt, number=number, max_tokens=options.max_tokens)[0]
-                _print_stream(loaded, prompt, row, options.sampling)
+                _print_stream(loaded, prompt, options.rows(loaded, prompt, number)[0], options.sampling)
             except InputError as error:  # too long a prompt is no reason to leave
                 print(f"error: {error}", file=sys.stderr)
         if ask:
@@ -162,9 +173,7 @@ def _rows_of(
 ) -> list[GeneratedRow]:
     line, record = records[number]
     try:
-        return prompt_rows(
-            loaded, record["prompt"], number=number, samples=options.samples, max_tokens=options.max_tokens
-        )
+        return options.rows(loaded, record["prompt"], number)
     except InputError as error:
         raise InputError(f"{source}, line {line}: {error.message}", hint=error.hint) from error
 

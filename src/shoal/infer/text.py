@@ -23,15 +23,21 @@ class Completion:
 
 
 def prompt_rows(
-    loaded: TextModel, prompt: str, *, number: int = 0, samples: int = 1, max_tokens: int | None = None
+    loaded: TextModel,
+    prompt: str,
+    *,
+    number: int = 0,
+    samples: int = 1,
+    max_tokens: int | None = None,
+    strict: bool = False,
 ) -> list[GeneratedRow]:
     """Return a row for each sample of a prompt; `number` is the prompt's, for the seed.
 
-    An empty prompt stands for the start of a document, which follows the end of another. An InputError
-    refuses what does not fit the model's positions.
+    An empty prompt stands for the start of a document, which follows the end of another. `strict`: an
+    InputError rejects what does not fit the model's positions.
     """
     tokens = loaded.tokenizer.encode(prompt) or [loaded.eod_id]
-    fit = tokens_that_fit(loaded.model.shape, len(tokens), max_tokens)
+    fit = tokens_that_fit(loaded.model.shape, len(tokens), max_tokens, strict=strict)
     return [GeneratedRow(tokens, fit, prompt=number, sample=sample) for sample in range(samples)]
 
 

@@ -22,7 +22,7 @@ from shoal.launch import forking
 from shoal.launch.rendezvous import Rendezvous
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.flight_recorder import recorder_path
-from shoal.runtime.log import log, quieten_libraries
+from shoal.runtime.log import log, quieten_libraries, show_progress
 from shoal.runtime.network import Endpoint
 from shoal.runtime.startup import LAUNCHED, SIGNALS, all_is_loaded
 from shoal.runtime.stop import STARTED, stop_marker, stopped_marker
@@ -102,6 +102,7 @@ class _Agent(LocalElasticAgent):
         if stop_marker(self._run_dir).exists() and self._last_failure.secondary:
             log.info("stopped; the last committed checkpoint, if any, stands")
             return EXIT_STOPPED
+        show_progress("")  # of a worker that had no time to remove it
         print(f"error: {self._last_failure}", file=sys.stderr)
         return self._last_failure.exit_code
 

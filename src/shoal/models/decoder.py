@@ -20,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.models import documents
 from shoal.models.cache import CachePart
 from shoal.models.dropout import keyed_dropout, site_id
+from shoal.models.part import Part
 from shoal.models.recompute import keeping_products, run_in_chunks
 from shoal.models.shape import ModelShape
 
@@ -202,7 +203,7 @@ class _WithoutPadding(torch.autograd.Function):
         return grads[0], None
 
 
-class Decoder(nn.Module):
+class Decoder(Part):
     """A decoder-only language model of the given shape, or the part of one with only some of its layers."""
 
     def __init__(self, shape: ModelShape, layers: range | None = None) -> None:
@@ -222,6 +223,7 @@ class Decoder(nn.Module):
         self.head_parts = 1  # that the attention heads are cut into
         self._known_sites: dict[tuple[str, torch.device], Tensor] = {}
         self.recompute_layers = 0  # layers in a chunk of which only the input is kept; 0: keep everything
+        self.recompute_offload = False  # these inputs lie in host memory
         self._tie()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -245,9 +247,12 @@ class Decoder(nn.Module):
         zero = torch.zeros(1, dtype=torch.long, device=device)
         return {"inputs": zero[None], "dropout_keys_b": zero}
 
-    def set_recompute(self, mode: Literal["none", "full", "selective"], layers: int) -> None:
+    def set_recompute(
+        self, mode: Literal["none", "full", "selective"], layers: int, *, offload: bool = False
+    ) -> None:
         """Choose what backward computes again; mode full: in chunks of `layers`, the last may be smaller."""
         self.recompute_layers = layers if mode == "full" else 0
+        self.recompute_offload = offload
         for block in self.blocks.values():
             cast(Block, block).recompute = mode == "selective"
 
@@ -320,7 +325,8 @@ class Decoder(nn.Module):
         blocks: list[Callable[[Tensor], Tensor]] = []
         for layer, block in self.blocks.items():
             blocks.append(partial(block, context=context._replace(sites=self._sites(layer, context))))
-        return run_in_chunks(blocks, x_btd, self.recompute_layers if torch.is_grad_enabled() else 0)
+        layers = self.recompute_layers if torch.is_grad_enabled() else 0
+        return run_in_chunks(blocks, x_btd, layers, offload=self.recompute_offload)
 
     def _sites(self, layer: str, context: Context) -> Tensor | None:
         """Return a layer's places of dropout on the device of the keys, copied there once; see Context."""

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.models.decoder import Decoder
+from shoal.models.part import Part
 from shoal.models.shape import ModelShape
 
 _BLOCK_ROWS = 128  # rows drawn by one generator: bounds memory, and lets a rank draw only the rows it owns
-
-
-class Network(Protocol):
-    """What initialising asks of a model."""
-
-    def named_weights(self) -> dict[str, nn.Parameter]: ...
-
-    def initial_std(self, name: str) -> float: ...
-
-    def rows_in_use(self, name: str) -> int | None: ...
 
 
 def build_decoder(shape: ModelShape, seed: int, device: torch.device | str) -> Decoder:
@@ -40,9 +31,7 @@ def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 @torch.no_grad()
-def initialise(
-    model: Network, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole
-) -> None:
+def initialise(model: Part, seed: int, own_part: Callable[[Tensor], tuple[Tensor, int, int]] = whole) -> None:
     """Set all weights: matrices N(0, the model's deviation for each), biases 0, norms 1, padded rows 0.
 
     A value depends on seed, parameter name and its place only: not on the device, the other parameters or the
@@ -54,7 +43,8 @@ def initialise(
         if parameter.ndim == 1:
             part.fill_(0.0 if "bias" in name else 1.0)
         else:
-            _fill_normal(part, row, column, parameter.shape[1], model.initial_std(name), f"{seed}/{name}")
+            columns = math.prod(parameter.shape[1:])  # a convolution's are its inputs and kernel
+            _fill_normal(part.flatten(1), row, column, columns, model.initial_std(name), f"{seed}/{name}")
             if (rows := model.rows_in_use(name)) is not None:
                 part[max(0, rows - row) :] = 0.0
 

@@ -44,6 +44,12 @@ class CrossEntropy:
         loss: Tensor = _CrossEntropySum.apply(logits_btv.flatten(0, -2), targets_bt.flatten(), self)
         return loss
 
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits of all columns, fp32. Collective over the processes that share the vocabulary."""
+        if self.columns is None:
+            return logits.float()
+        return self.columns.gather(logits.float()).movedim(0, -2).flatten(-2)
+
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod

@@ -1,4 +1,4 @@
-"""The one place where a model is cut, materialised and wrapped for several ranks."""
+"""Cut, materialise and wrap a model for several ranks. No other module does this."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +21,9 @@ from shoal.gradsync.choose import REDUCE_DTYPES, make_exchange, make_owners
 from shoal.gradsync.during_backward import SumDuringBackward
 from shoal.gradsync.exchange import BackEnd, Exchange
 from shoal.gradsync.replicas import WeightOwners
-from shoal.models.classic import Classic
 from shoal.models.decoder import TIED, Decoder
 from shoal.models.init import initialise
+from shoal.models.part import Part
 from shoal.models.shape import ModelShape
 from shoal.parallel.compile import Compilation, compile_blocks
 from shoal.parallel.norm import GradientNorm
@@ -38,26 +39,26 @@ Micro = TypeVar("Micro", contravariant=True)
 
 
 class Trainable(Protocol[Micro]):
-    """What a layout asks of a task: what a model, or a part of one, does with a micro-batch."""
+    """Interface of a task to layouts: makes parts of a model, and runs them on a micro-batch."""
 
     @property
     def shape(self) -> ModelShape | None:
-        """A decoder's; None: a network that is not cut."""
+        """Shape of a decoder; None for a network that cannot be cut."""
 
-    def parts(self, layers: Sequence[range]) -> Sequence[Decoder | Classic]:
-        """Make the parts of the model with these layers."""
+    def parts(self, layers: Sequence[range]) -> Sequence[Part]:
+        """Return the parts of the model with these layers."""
 
     def forward_loss(self, model: nn.Module, micro: Micro, inputs: Tensor | None = None) -> Tensor:
-        """Return the summed loss, or what the next part takes; `inputs` is what the part before put out."""
+        """Return the summed loss, or the input of the next part; `inputs` is the previous part's output."""
 
 
 @dataclass(eq=False, repr=False)
 class CutModel(Generic[T]):
-    """A model as the trainer sees it, whatever its layout: run it, sum its gradients, name its weights."""
+    """Model in any layout, as the trainer uses it: runs it, sums its gradients, names its weights."""
 
-    parts: Sequence[Decoder | Classic]
+    parts: Sequence[Part]
     mesh: Mesh
-    device: torch.device  # of the computation; offloaded weights lie elsewhere
+    device: torch.device  # of the computation; offloaded weights are on the host
     forward_loss: Callable[[nn.Module, T], Tensor]
     phase: Callable[[str], AbstractContextManager[Any]]
     exchange: Exchange  # sums over replicas
@@ -66,7 +67,7 @@ class CutModel(Generic[T]):
     gradient_hook: SumDuringBackward | None = None  # of `ddp`
     sharding: Sharding | None = None
     pipeline: Pipeline[T] | None = None
-    owners: WeightOwners | None = None  # with replicas of which one updates a weight for all
+    owners: WeightOwners | None = None  # with strategies in which one rank updates a weight for all
 
     def __post_init__(self) -> None:
         is_cut = self.mesh.axes is not None
@@ -79,35 +80,36 @@ class CutModel(Generic[T]):
         )
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """Return this rank's weights, cut ones as DTensors, by their names in the whole model."""
+        """Return this rank's weights by their names in the whole model; weights that are cut are DTensors."""
         return named_weights(self.parts)
 
     def updated_weights(self) -> dict[str, nn.Parameter]:
-        """Return those of this rank's weights that it updates: all, unless others own them."""
+        """Return the weights that this rank updates: all of its weights, unless others own some."""
         return self.named_weights() if self.owners is None else self.owners.owned
 
     @property
     def decoders(self) -> list[Decoder]:
-        """The parts, where they are a decoder's."""
+        """Parts of a decoder on this rank; empty for other networks."""
         return [part for part in self.parts if isinstance(part, Decoder)]
 
     @property
     def tied_duplicates(self) -> set[str]:
-        """Names of weights of this rank that the first pipeline part has, too, and saves and counts."""
+        """Names of tied weights on this rank that the first pipeline part holds too, saves and counts."""
         first = any(part.is_first for part in self.parts)
         return set() if first else {TIED} & self.named_weights().keys()
 
     def train(self, *, on: bool) -> None:
-        """Switch to training or evaluation."""
+        """Switch to training or evaluation mode."""
         for part in self.parts:
             part.train(on)
             if on and self.sharding is not None and isinstance(part, Decoder):
                 self.sharding.give_back(part)
 
     def forward_backward(self, micro_batches: list[T], factor: float) -> Tensor:
-        """Add the gradients of the summed loss times `factor`; return the sum, 0 where it is not known.
+        """Accumulate gradients of the summed loss times `factor`; return the sum, 0 on ranks without it.
 
-        Gradients are exchanged during the last backward pass, or with ZeRO-2 and 3 during each. Collective.
+        Gradients are exchanged during the last backward pass, or with ZeRO-2 and 3 during each one.
+        Collective.
         """
         if self.pipeline is not None:
             with self.phase("bubble"):
@@ -124,8 +126,21 @@ class CutModel(Generic[T]):
             total += loss.detach()
         return total
 
+    @torch.no_grad()
+    def average_statistics(self) -> dict[str, Tensor]:
+        """Set running statistics to their mean over the replicas, and return them by name. Collective."""
+        named = {name: t for part in self.parts for name, t in part.running_statistics().items()}
+        if named and (size := dist.get_world_size()) > 1:
+            flat = torch.cat([tensor.flatten() for tensor in named.values()])
+            dist.all_reduce(flat)
+            for tensor, mean in zip(
+                named.values(), (flat / size).split([t.numel() for t in named.values()]), strict=True
+            ):
+                tensor.copy_(mean.view_as(tensor))
+        return named
+
     def forget_gradients(self) -> None:
-        """Begin a step. Replicas add to their buckets, which stay: others would take as much again."""
+        """Reset the gradients. Replicas keep their buckets: new gradients would take as much memory again."""
         weights = list(self.named_weights().values())
         keep = self.owners is not None or self.ddp is not None
         if in_buckets := [w.grad for w in weights if w.grad is not None and keep]:
@@ -135,7 +150,7 @@ class CutModel(Generic[T]):
             weight.grad = None
 
     def finish_gradients(self) -> None:
-        """Return when each gradient that this rank needs is the sum over all that hold a part of the batch.
+        """Wait until each gradient that this rank needs is the sum over all ranks with a part of the batch.
 
         Collective.
         """
@@ -147,7 +162,7 @@ class CutModel(Generic[T]):
             part.run()
 
     def evaluate(self, micro_batches: list[T], sizes: list[int]) -> list[Tensor]:
-        """Return the summed loss of each micro-batch of `sizes` sequences; none where it is not known."""
+        """Return the summed loss of each micro-batch of `sizes` sequences; empty on ranks without it."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(micro_batches, sizes)
         return [self.forward_loss(self.parts[0], micro) for micro in micro_batches]
@@ -160,7 +175,7 @@ class CutModel(Generic[T]):
         return self.ddp.no_sync()
 
 
-def named_weights(parts: Sequence[Decoder | Classic]) -> dict[str, nn.Parameter]:
+def named_weights(parts: Sequence[Part]) -> dict[str, nn.Parameter]:
     """Return the weights of parts of a model by their names in the whole model."""
     return {name: weight for part in parts for name, weight in part.named_weights().items()}
 
@@ -176,16 +191,19 @@ def apply(
 ) -> CutModel[T]:
     """Make the model, or this rank's part of it, in the layout of the mesh. Collective over the world.
 
-    Pipeline parts, then tensor cuts, recompute, compile, ZeRO or replicas, each wrapping what is there: parts
-    have all of their own tensors; shards are made of what a tensor rank holds; the compiler sees what is
-    recomputed, and replicas what is compiled. All of it happens on the meta device, so that no rank ever
-    holds more than its own; weights are a function of seed, name and place.
+    The order is pipeline parts, tensor parallelism, recompute, compile, then ZeRO or replicas. Each step
+    wraps the result of the one before: a pipeline part has whole tensors, tensor parallelism cuts them, ZeRO
+    shards what a tensor rank holds, recomputed blocks are compiled, and replicas wrap compiled blocks. All
+    steps run on the meta device, so that no rank ever holds more than its own part. Initial weights are a
+    function of seed, name and position.
     """
-    layout, device = mesh.layout, process.device.torch_device
+    layout, device, train = mesh.layout, process.device.torch_device, config.train
     reduce_dtype = REDUCE_DTYPES[config.precision.reduce_dtype]
     offload = config.parallel.offload and device.type != "cpu"
     if config.parallel.offload and not offload:
         log.info("parallel.offload = true changes nothing on a CPU, whose memory is the host's")
+    if train.recompute_offload and device.type == "cpu":
+        log.info("train.recompute_offload = true saves nothing on a CPU, whose memory is the host's")
     numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
     layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
     with torch.device("meta"):
@@ -198,7 +216,7 @@ def apply(
         if isinstance(part, Decoder):
             if tensor is not None:
                 tensor.cut(part)
-            part.set_recompute(config.train.recompute, config.train.recompute_layers)
+            part.set_recompute(train.recompute, train.recompute_layers, offload=train.recompute_offload)
             if compilation.on:
                 compile_blocks(part)
             if sharding is not None:
@@ -222,15 +240,16 @@ def apply(
 
 
 def _sums(
-    parts: Sequence[Decoder | Classic],
+    parts: Sequence[Part],
     mesh: Mesh,
     tensor: TensorParallel | None,
     sharding: Sharding | None,
     exchange: Exchange,
 ) -> list[SumAfterBackward | TensorParallel]:
-    """Return what completes the gradients when all backward passes are done, in its order.
+    """Return the sums that complete the gradients after all backward passes, in order.
 
-    What a replica's exchange rounds must be complete, and alike on all tensor ranks where they hold it alike.
+    The replicas' exchange, which may round, comes last: its inputs must be complete, and equal on tensor
+    ranks that hold the same tensor.
     """
     weights = named_weights(parts)
     sums: list[SumAfterBackward | TensorParallel] = []
@@ -249,7 +268,7 @@ def _sums(
 
 
 def _pipeline(
-    parts: Sequence[Decoder | Classic],
+    parts: Sequence[Part],
     numbers: list[int],
     mesh: Mesh,
     config: Config,
@@ -282,30 +301,33 @@ def _pipeline(
 
 
 def _replicate(
-    part: Decoder | Classic, process: Process, hook: SumDuringBackward, *, compiled: bool
+    part: Part, process: Process, hook: SumDuringBackward, *, compiled: bool
 ) -> DistributedDataParallel:
     device = process.device.torch_device
     wrapped = DistributedDataParallel(
         part,
         device_ids=[device] if process.device.is_cuda else None,
         gradient_as_bucket_view=True,
-        init_sync=False,  # every rank computed the same weights
+        init_sync=False,  # all ranks have computed the same weights
     )
     hook.attach(wrapped)
-    # Compiled code would be made for this one token, too.
+    # Otherwise the blocks would be compiled for this one token too.
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         _settle_buckets(wrapped, part, hook, device)
     return wrapped
 
 
 def _settle_buckets(
-    wrapped: DistributedDataParallel, part: Decoder | Classic, hook: SumDuringBackward, device: torch.device
+    wrapped: DistributedDataParallel, part: Part, hook: SumDuringBackward, device: torch.device
 ) -> None:
-    """Run one tiny backward, after which DDP orders its buckets for good.
+    """Run one tiny backward pass, after which DDP has its final order of buckets.
 
-    DDP regroups its buckets once, after the first backward. Left to the first real step, that would make the
-    order of additions, and so the last bits of the result, depend on the step a process started at.
+    DDP regroups its buckets once, after the first backward pass. If this were the first real step, the order
+    of additions, and so the last bits of the result, would depend on the step at which a process started.
     """
+    kept = {name: tensor.clone() for name, tensor in part.running_statistics().items()}
     wrapped(**part.smallest_call(device))[..., :1].sum().backward()
     wrapped.zero_grad(set_to_none=True)
+    for name, tensor in part.running_statistics().items():
+        tensor.copy_(kept[name])
     hook.begin()

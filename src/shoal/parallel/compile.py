@@ -1,4 +1,4 @@
-"""Whether a training step is worth compiling, and compiling it block by block."""
+"""Decide whether to compile the training step, and compile it block by block."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from shoal.models.shape import ModelShape
 from shoal.runtime.compiler import missing_compiler
 from shoal.runtime.process import Process
 
-# Work of one rank from which a run repays the compilation. CPU, per thread: seen for 6 layers x 384 on two
+# Work of one rank from which compilation pays. CPU, per thread: seen for 6 layers x 384 on two
 # threads, some 180,000 tokens of 180 MFLOP. CUDA: some 20 s of compilation at a third saved of 2e14 FLOP/s.
 _REPAID_FLOPS = {"cpu": 1.6e13, "cuda": 8e15}
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """The decision of all ranks, and its reason for the run summary."""
+    """Decision of all ranks, with the reason for the run summary."""
 
-    on: bool  # the blocks, and the loss with them
+    on: bool  # the blocks and the loss
     reason: str
     loss: bool = False
 
 
 def decide(config: Config, shape: ModelShape | None, process: Process) -> Compilation:
-    """Decide what to compile; ConfigError where it is asked for and cannot be. Collective over the world.
+    """Decide what to compile. Collective over the world.
 
-    The whole run counts and not what is left of it, so that a resumed run computes as the undisturbed one.
-    A decoder's loss is compiled on every GPU that has a compiler: in separate kernels the loss of 32 x 1024
-    tokens over 50,304 ids would move some 90 GB, compiled 10.
+    The length of the whole run counts, not what is left of it, so that a resumed run computes like the
+    undisturbed one. A decoder's loss is compiled on every GPU that has a compiler: in separate kernels the
+    loss of 32 x 1024 tokens over 50,304 ids would move some 90 GB, compiled 10.
+
+    Raises:
+        ConfigError: Compilation is required and not possible.
     """
     blocks = _decide_blocks(config, shape, process)
     loss = blocks.on
@@ -74,11 +77,12 @@ def _decide_blocks(config: Config, shape: ModelShape | None, process: Process) -
 
 
 def compile_blocks(model: Decoder) -> None:
-    """Compile the blocks in place, for training only: without gradients they run as they are.
+    """Compile the blocks in place, for training only: without gradients they run uncompiled.
 
-    Module names, parameters and hooks stay. All blocks share one piece of code, so it is compiled once.
+    Module names, parameters and hooks stay the same. All blocks share one piece of code, which is compiled
+    once.
     """
-    # DDP would cut each block's graph by its buckets, and refuses recompute and flex attention in it. Blocks
+    # DDP would split each block's graph by its buckets, and rejects recompute and flex attention. Blocks
     # are small enough for communication to overlap. Seen with torch 2.11 to 2.13.
     torch._dynamo.config.optimize_ddp = False
     for block in model.blocks.values():
@@ -86,7 +90,7 @@ def compile_blocks(model: Decoder) -> None:
 
 
 class _TrainingForward:
-    """A block's forward: compiled where gradients are recorded, plain elsewhere."""
+    """Forward of a block: compiled if gradients are recorded, else uncompiled."""
 
     def __init__(self, block: nn.Module) -> None:
         self._plain = block.forward

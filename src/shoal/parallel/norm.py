@@ -1,4 +1,4 @@
-"""The one gradient norm of a model, however it is cut."""
+"""Gradient norm of a model in any layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.runtime.mesh import local_gradient
 
 
 class GradientNorm:
-    """This rank's part of the squared norm; what several ranks hold alike counts once."""
+    """This rank's part of the squared norm. A gradient that several ranks hold counts once."""
 
     def __init__(
         self,
@@ -22,9 +22,9 @@ class GradientNorm:
         copies: int = 1,
         duplicates: Set[str] = frozenset(),
     ) -> None:
-        """Take this rank's weights, each held alike by `copies` ranks; others count those of `duplicates`.
+        """Take this rank's weights, each held whole or in part by `copies` ranks; others count `duplicates`.
 
-        Unless it `is_partial`, a rank has all gradients.
+        With `is_partial`, this rank has only a part of the gradients.
         """
         self.is_partial = is_partial
         self._weights = list(weights.values())
@@ -43,7 +43,7 @@ class GradientNorm:
 
 
 def _cuts(weight: nn.Parameter) -> int:
-    """Return how many ranks share a parameter, each with another part."""
+    """Return the number of ranks over which a parameter is cut."""
     if not isinstance(weight, DTensor):
         return 1
     mesh, cuts = weight.device_mesh, 1

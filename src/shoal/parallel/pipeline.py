@@ -1,7 +1,7 @@
-"""Pipeline parallelism by torch's schedules: ranks along `pp` hold successive parts of the model.
+"""Pipeline parallelism with torch's schedules: ranks along `pp` hold successive parts of the model.
 
-The schedules only carry numbers of micro-batches: every rank along `pp` holds the same micro-batches, and
-parts pass the residual stream on.
+The schedules carry only the numbers of micro-batches. Every rank along `pp` holds the same micro-batches, and
+parts send each other the residual stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.models.decoder import Decoder
 T = TypeVar("T")
 RunPart = Callable[
     [nn.Module, T, Tensor | None], Tensor
-]  # the last part returns the loss, others their stream
+]  # the last part returns the loss, the others the residual stream
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 _SCHEDULES = {
@@ -33,7 +33,7 @@ _SCHEDULES = {
 
 
 class Pipeline(Generic[T]):
-    """Runs micro-batches through the parts of a model."""
+    """Run micro-batches through the parts of a model."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Pipeline(Generic[T]):
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take this rank's parts, of `total`, and their numbers; `boundary` is the shape between two."""
+        """Take this rank's parts, of `total`, and their numbers; `boundary` is the shape between parts."""
         self._group = group
         self._boundary = boundary
         self._device = device
@@ -70,7 +70,7 @@ class Pipeline(Generic[T]):
         )
 
     def forward_backward(self, micro_batches: list[T], factor: float) -> Tensor:
-        """Add the gradients of the summed loss times `factor`; return that sum, 0 where it is not known.
+        """Accumulate gradients of the summed loss times `factor`; return the sum, 0 except on the last part.
 
         Collective over pp.
         """
@@ -84,7 +84,7 @@ class Pipeline(Generic[T]):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[T], sizes: list[int]) -> list[Tensor]:
-        """Return the summed loss of each micro-batch, where it is known; `sizes` are their sequences.
+        """Return the summed loss of each micro-batch, on the last part only; `sizes` are their sequences.
 
         Collective over pp.
         """
@@ -112,7 +112,7 @@ class Pipeline(Generic[T]):
 
 
 class _PartModule(nn.Module, Generic[T]):
-    """A part as the schedules call it. They must not see that it may be sharded: they would interfere."""
+    """Part of a model for the schedules. It hides that the part may be sharded, which they would handle."""
 
     def __init__(self, part: Decoder, run_part: RunPart[T], device: torch.device) -> None:
         super().__init__()
@@ -130,12 +130,12 @@ class _PartModule(nn.Module, Generic[T]):
         inputs = None if self.part.is_first else x
         y = self._run_part(self.part, self._micro_batches[int(index)], inputs)
         if self.part.is_last:
-            self.total += y.detach()
+            self.total = self.total + y.detach()  # in evaluation not always of one size
         return y
 
 
 class _Stage(PipelineStage):
-    """A stage whose shapes are known beforehand and whose work is timed.
+    """Stage with known shapes, whose computation is timed.
 
     Overrides the two methods that every schedule calls for its computations, as seen on torch 2.11 to 2.13.
     """

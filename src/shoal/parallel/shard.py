@@ -1,10 +1,10 @@
-"""ZeRO by torch's FSDP2: weights, gradients and optimiser state sharded over `dp_shard`.
+"""ZeRO with torch's FSDP2: weights, gradients and optimiser state sharded over `dp_shard`.
 
-| zero | gathered for forward | kept until | gradients summed to shards |
+| zero | weights gathered | kept until | gradients reduced to shards |
 | --- | --- | --- | --- |
-| 1 | once a step | the last backward | after the last micro-step |
-| 2 | once a step | the last backward | after every micro-step |
-| 3 | at every forward and backward | each block's end | after every micro-step |
+| 1 | once a step | the last backward pass | after the last micro-batch |
+| 2 | once a step | the last backward pass | after every micro-batch |
+| 3 | in every forward and backward pass | the end of each block | after every micro-batch |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.models.decoder import Decoder
 
 
 class Sharding:
-    """Shards decoders, or parts of one, and says in each micro-step what is to be exchanged."""
+    """Shard decoders, or parts of one, and control what is exchanged for each micro-batch."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Sharding:
         self._on_cpu = mesh.device_type == "cpu"
         self._phase = phase
         self._scatter = LateReduceScatter(phase)
-        self._begun: set[Decoder] = set()  # parts that have had a backward pass in this step
+        self._begun: set[Decoder] = set()  # parts that had a backward pass in this step
 
     def shard(self, model: Decoder) -> None:
-        """Shard each block by itself, then all the rest. Weights may be on the meta device yet."""
+        """Shard each block, then the other modules. Weights may still be on the meta device."""
         for module in (*model.blocks.values(), model):
             unit = fully_shard(
                 module,
@@ -60,7 +60,7 @@ class Sharding:
                 mp_policy=MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype),
                 offload_policy=self._offload,
             )
-            # The loss is divided once, by the global number of tokens; and gloo knows no scaled sums.
+            # The loss is divided once, by the global number of tokens; gloo does not support scaled sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             if self._on_cpu:  # the base classes of these two are private
@@ -68,24 +68,24 @@ class Sharding:
                 unit.set_custom_all_gather(cast(Any, TimedAllGather(self._phase)))
 
     def gather_ahead(self, model: Decoder) -> None:
-        """Ask for all weights that stay until the last backward pass; no block will wait for its own.
+        """Start to gather all weights that are kept until the last backward pass, so that blocks do not wait.
 
-        A GPU has streams for that; on a CPU each block would stand still until both sides have come to it.
+        For CPUs, where each block would otherwise wait for the other ranks. A GPU gathers in streams.
         """
         if self._on_cpu and self._zero < 3:
             for module in (model, *model.blocks.values()):
                 cast(FSDPModule, module).unshard(async_op=True)
 
     def finish(self) -> None:
-        """Return when every gradient of the step is summed."""
+        """Wait until all gradients of the step are summed."""
         self._scatter.wait()
         self._begun.clear()
 
     def micro_step(self, model: Decoder, *, last: bool) -> None:
-        """Prepare the backward pass of one micro-step."""
+        """Prepare the backward pass of one micro-batch."""
         self._scatter.wait()
         sharded = cast(FSDPModule, model)
-        # Sums are added to what a step has so far, at once, or become the gradient and can come later.
+        # A sum that is added to earlier ones is needed now; one that becomes the gradient can come later.
         first_sums = self._zero == 1 or model not in self._begun
         self._begun.add(model)
         self._scatter.late = first_sums and self._reduce_dtype == torch.float32
@@ -94,21 +94,21 @@ class Sharding:
         sharded.set_reshard_after_backward(last or self._zero == 3)
 
     def give_back(self, model: Decoder) -> None:
-        """Free what an evaluation has gathered."""
+        """Free the weights that an evaluation has gathered."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 class _Allocating:
-    """What FSDP2 asks of a collective of one's own, beside calling it."""
+    """Allocation of output tensors, which FSDP2 requires of a custom collective."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class TimedAllGather(_Allocating):
-    """FSDP2's all-gather on a CPU; the time that a rank waits for it is the phase "shard"."""
+    """FSDP2's all-gather on a CPU, whose waiting time counts as the phase "shard"."""
 
     def __init__(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
         self._phase = phase
@@ -123,7 +123,7 @@ class TimedAllGather(_Allocating):
 
 
 class _TimedWork(dist.Work):
-    """A collective under way; waiting for it is timed."""
+    """Collective in flight; waiting for it is timed."""
 
     def __init__(self, work: dist.Work, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -136,9 +136,9 @@ class _TimedWork(dist.Work):
 
 
 class LateReduceScatter(_Allocating):
-    """FSDP2's reduce-scatter on a CPU, which the backward pass need not wait for.
+    """FSDP2's reduce-scatter on a CPU, for which the backward pass does not wait.
 
-    torch waits for each block's, so that ranks that are not in step wait for each other at every block.
+    torch waits for that of each block, so that ranks of different speed wait for each other at every block.
     """
 
     _MAX_IN_FLIGHT = 2  # each keeps the whole gradients of a block
@@ -163,7 +163,7 @@ class LateReduceScatter(_Allocating):
             self.wait(self._MAX_IN_FLIGHT if self.late else 0)
 
     def wait(self, left: int = 0) -> None:
-        """Wait until so many at most are under way."""
+        """Wait until at most this many are in flight."""
         while len(self._in_flight) > left:
             work, _ = self._in_flight.pop(0)
             work.wait()

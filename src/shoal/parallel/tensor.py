@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks along `tp` share each layer's matrices, heads and the vocabulary.
 
-Cut parameters are DTensors, so that every later step knows their whole shape; modules compute on the local
-parts and exchange activations here, nowhere else. Between the layers every rank holds the whole residual
-stream or, with sequence parallelism (Korthikanti et al., 2022), its part of each sequence:
+Parameters that are cut are DTensors, which have the whole shape for all later steps. Modules compute on the
+local parts; all exchanges of activations are in this module. Between the layers every rank holds the whole
+residual stream or, with sequence parallelism (Korthikanti et al., 2022), its part of each sequence:
 
     enter:  whole stream: nothing forward, all_reduce backward;   parts: all_gather, reduce_scatter backward
     leave:  whole stream: all_reduce, nothing backward;           parts: reduce_scatter, all_gather backward
@@ -25,14 +25,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shoal.models.decoder import Block, Decoder, without_padding
 from shoal.runtime.mesh import local
 
-_COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  # cut by what they put out
-_ROW = ("attention.o", "mlp.down")  # cut by what they take in
-_LEAF = "_leaf"  # ends the names of attributes that hold leaves
+_COLUMN = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")  # cut by their output dim
+_ROW = ("attention.o", "mlp.down")  # cut by their input dim
+_LEAF = "_leaf"  # suffix of attributes that hold leaves
 Collective = Callable[[Tensor], Tensor]
 
 
 class Axis:
-    """The ranks along `tp`, and what they exchange, timed. Every method is collective over tp."""
+    """Collectives of the ranks along `tp`, timed. Every method is collective over tp."""
 
     def __init__(self, mesh: DeviceMesh, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.mesh = mesh
@@ -41,14 +41,14 @@ class Axis:
         self._phase = phase
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, which stays as it is: recompute may keep it."""
+        """Return the sum of all ranks' `x`, which is not changed, as recompute may keep it."""
         with self._phase("tp"):
             total = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self._group)
             return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, stacked along a new first dim."""
+        """Return all ranks' `x`, stacked along a new first dim."""
         with self._phase("tp"):
             whole = x.new_empty((self.parts * x.shape[0], *x.shape[1:]))
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
@@ -56,7 +56,7 @@ class Axis:
             return whole.view(self.parts, *x.shape)
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum of every rank's parts[n], on rank n."""
+        """Return, on rank n, the sum of all ranks' parts[n]."""
         with self._phase("tp"):
             own = parts.new_empty(parts.shape[1:])
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -64,16 +64,16 @@ class Axis:
             return own
 
     def gather_sequence(self, x_btd: Tensor) -> Tensor:
-        """Put the parts of each sequence together."""
+        """Concatenate the parts of each sequence."""
         return self.all_gather(x_btd).movedim(0, 1).flatten(1, 2)
 
     def scatter_sequence(self, x_btd: Tensor) -> Tensor:
-        """Return the sum of every rank's `x_btd`, of the own part of each sequence only."""
+        """Return the sum of all ranks' `x_btd` for this rank's part of each sequence."""
         return self.reduce_scatter(x_btd.unflatten(1, (self.parts, -1)).movedim(1, 0))
 
 
 class VocabularyPart:
-    """The columns of the logits that this rank holds; see shoal.models.loss.Columns."""
+    """Columns of the logits that this rank holds; see shoal.models.loss.Columns."""
 
     def __init__(self, axis: Axis, padded_vocab_size: int) -> None:
         self.size = padded_vocab_size // axis.parts
@@ -82,7 +82,7 @@ class VocabularyPart:
 
 
 class TensorParallel:
-    """Cuts a decoder along `tp`."""
+    """Tensor parallelism of a decoder along `tp`."""
 
     def __init__(self, axis: Axis, *, sequence: bool) -> None:
         self._axis = axis
@@ -90,14 +90,14 @@ class TensorParallel:
         self._cut: list[tuple[nn.Module, str]] = []
         self.partial: list[
             tuple[nn.Module, str]
-        ] = []  # whose gradient each rank has for its sequence part only
+        ] = []  # each rank has the gradient of its part of the sequence only
         self._leaves: dict[nn.Parameter, Tensor] = {}
         # Not compiled. As decorators these would import torch's compiler, for half a second of every command.
         self._enter = torch.compiler.disable(self._make_whole)
         self._leave = torch.compiler.disable(self._sum_up)
 
     def cut(self, model: Decoder) -> None:
-        """Cut the parameters of a model, on any device, and have its modules exchange activations."""
+        """Cut the parameters of a model, on any device, and add exchanges of activations to its modules."""
         model.head_parts = self._axis.parts
         if self._sequence:
             model.part, model.parts = self._axis.rank, self._axis.parts
@@ -110,14 +110,14 @@ class TensorParallel:
             self._cut_head(model)
 
     def partial_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are to be summed over tp, as they are now."""
+        """Return the parameters whose gradients must be summed over tp, after any sharding so far."""
         return [cast(nn.Parameter, getattr(module, name)) for module, name in self.partial]
 
     def compute_on_leaves(self) -> None:
-        """Have modules compute on plain tensors that share the parts' memory, once that is there for good.
+        """Let modules compute on plain tensors that share the memory of the local parts, once it is final.
 
-        Through a DTensor each use of a weight, and its gradient, takes some 0.1 ms of Python: 4 % of a step
-        of 5 layers, 256 wide, with 8,192 tokens on two ranks, as torch's profiler sees it.
+        With a DTensor each use of a weight, and its gradient, takes some 0.1 ms of Python. This is 4 % of a
+        step of 5 layers of width 256 with 8,192 tokens on two ranks, by torch's profiler.
         """
         for module, name in self._cut:
             whole = cast(nn.Parameter, getattr(module, name))
@@ -126,7 +126,7 @@ class TensorParallel:
             setattr(module, name + _LEAF, self._leaves[whole])
 
     def run(self) -> None:
-        """Give the weights the gradients of their leaves."""
+        """Set the gradients of the weights to those of their leaves."""
         for whole, leaf in self._leaves.items():
             if leaf.grad is not None:
                 mesh, placements = cast(DTensor, whole).device_mesh, cast(DTensor, whole).placements
@@ -224,14 +224,14 @@ class TensorParallel:
             self.partial.append((module, name))
 
     def _make_whole(self, x_btd: Tensor) -> Tensor:
-        """Give every rank the whole sequences, before what is cut by heads, width or ids."""
+        """Gather whole sequences before a module that is cut by heads, width or ids."""
         axis = self._axis
         if self._sequence:
             return cast(Tensor, _Exchange.apply(x_btd, axis.gather_sequence, axis.scatter_sequence))
         return cast(Tensor, _Exchange.apply(x_btd, _as_it_is, axis.all_reduce))
 
     def _sum_up(self, x_btd: Tensor) -> Tensor:
-        """Sum what all ranks have worked out; keep the own part of each sequence only, if they are cut."""
+        """Sum the outputs of all ranks; if sequences are cut, keep only this rank's part."""
         axis = self._axis
         if self._sequence:
             return cast(Tensor, _Exchange.apply(x_btd, axis.scatter_sequence, axis.gather_sequence))
@@ -244,7 +244,7 @@ class TensorParallel:
 
 
 def cut_for_inference(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut a model so that it runs as before: every rank takes whole inputs and returns whole logits."""
+    """Cut a model for inference: every rank takes whole inputs and returns whole logits."""
     axis = Axis(mesh, lambda _: nullcontext())
     TensorParallel(axis, sequence=False).cut(model)
     assert model.head is not None
@@ -253,7 +253,7 @@ def cut_for_inference(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _part(module: nn.Module, name: str) -> Tensor:
-    """Return what a module computes on instead of its whole parameter."""
+    """Return the local tensor on which a module computes."""
     leaf = cast("Tensor | None", getattr(module, name + _LEAF, None))
     return local(getattr(module, name)) if leaf is None else leaf
 
@@ -273,7 +273,7 @@ def own_part(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Changes activations on the way forward, and their gradients on the way back."""
+    """Autograd function with one operation for activations and one for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective) -> Tensor:
@@ -290,7 +290,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change what enters a module as its first argument."""
+    """Apply `change` to the first argument of a module's forward."""
     plain = module.forward
     _replace_forward(module, lambda x, *rest: plain(change(x), *rest))
 

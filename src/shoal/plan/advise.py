@@ -1,4 +1,4 @@
-"""`shoal advise`: what each strategy's step would take on this link, and which one to use."""
+"""`shoal advise`: predict the step of each strategy on a link, and recommend one."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from shoal.plan.sync_cost import (
 from shoal.runtime.files import check_targets, write_json
 
 _PLAIN = "allreduce"
-_SLOWER = 1.05  # times as long: what is named as slower, and what compression has to gain to be worth it
-_NEAR = 1.2  # times the fastest step, which a prediction may miss: a milder strategy is preferred
-# What else changes the result, mildest first, where nothing is known of the model in question.
+_SLOWER = 1.05  # ratio to all-reduce from which a strategy is named as slower, or compression as worth it
+_NEAR = 1.2  # ratio to the fastest step, within which the strategy that changes less is preferred
+# Other strategies that change the result, the smallest change first, for an unknown model.
 _MILDEST = ("bf16", "int8", "powersgd", "onebit", "topk", "diloco", "streaming_diloco", "block_momentum")
 _COMPRESSED = tuple(
     name for name, strategy in STRATEGIES.items() if strategy.kind == "exchange" and not strategy.exact
@@ -60,9 +60,9 @@ _COMPRESSED = tuple(
 
 @dataclass(frozen=True)
 class AdviseOptions:
-    """What the command line says, beside the configuration."""
+    """Options of the command line, besides the configuration."""
 
-    run_dir: Path | None = None  # a run whose steps are read
+    run_dir: Path | None = None  # run whose steps are read
     nproc: int = 0
     layout: str | None = None
     hosts: int = 0
@@ -74,22 +74,22 @@ class AdviseOptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One strategy: why it is refused, or what is predicted."""
+    """Prediction for one strategy, or the reason why it is unsupported."""
 
     strategy: str
     exact: bool
     refused: str = ""
     step_s: float = math.inf
     work_s: float = 0.0
-    waiting_s: float = 0.0  # for others, of a step
-    relative: float = math.inf  # of plain all-reduce's step
+    waiting_s: float = 0.0  # of a step, for others
+    relative: float = math.inf  # relative to plain all-reduce's step
     sent_bytes: float = 0.0
-    below_bytes_per_s: float = 0.0  # from there down never slower than plain all-reduce; 0: never
+    below_bytes_per_s: float = 0.0  # below it never slower than plain all-reduce; 0: nowhere
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What predictions rest on."""
+    """Input of the predictions."""
 
     link: Link
     compute_time: ComputeTime
@@ -97,7 +97,7 @@ class Basis:
 
 
 def command(config: Config, options: AdviseOptions) -> int:
-    """Measure what is not given, print a prediction for each strategy, and say what to use."""
+    """Measure what is not given, print a prediction for each strategy, and recommend one."""
     link = parse_link(options.link) if options.link else None
     _check(options)
     begin()
@@ -136,9 +136,10 @@ def command(config: Config, options: AdviseOptions) -> int:
 
 
 def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Prediction]]:
-    """Return each strategy's settings where it may be used, and a row with the reason where not.
+    """Return the settings of each supported strategy, and a row with the reason for each unsupported one.
 
-    A strategy takes those settings of the configuration that it reads, and no others count against it.
+    A strategy takes the settings of the configuration that it reads; other settings do not make it
+    unsupported.
     """
     legal, refused = {}, []
     for name, strategy in STRATEGIES.items():
@@ -159,7 +160,7 @@ def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Predic
 def predict(
     basis: Basis, legal: dict[str, Sync], shapes: Shapes, work_s: dict[str, float]
 ) -> list[Prediction]:
-    """Return a row for each strategy; plain all-reduce, by the back end, is what they are compared with."""
+    """Return a row for each strategy, compared with plain all-reduce by the back end."""
     per_byte_s = 1 / basis.link.bytes_per_s
     plain = _lines(basis, demand(Sync(), shapes, basis.replicas), 0.0)
     rows = []
@@ -183,9 +184,10 @@ def predict(
 
 
 def advice(rows: Sequence[Prediction]) -> str:
-    """Say what to use, and what not, and why.
+    """Return the recommendation with its reasons, and the strategies to avoid.
 
-    Chosen is the mildest strategy near the fastest: all-reduce, what is exact, then _MILDEST and the rest.
+    Among the strategies near the fastest, the one that changes the result least is recommended: all-reduce,
+    exact strategies, then _MILDEST in order, and the rest.
     """
     open_rows = [row for row in rows if not row.refused]
     plain = next(row for row in open_rows if row.strategy == _PLAIN)
@@ -258,7 +260,7 @@ def _check(options: AdviseOptions) -> None:
 
 
 def _layout(config: Config, options: AdviseOptions) -> Layout:
-    """Return the layout that is planned; refuse one without replicas, and hosts that do not fit."""
+    """Return the planned layout; reject one without replicas, and numbers of hosts that do not fit."""
     if options.layout is not None:
         layout = parse_layout(options.layout)
         parallel = config.parallel.model_copy(update=settings_of(layout))
@@ -295,7 +297,7 @@ def _known_compute_time(config: Config, options: AdviseOptions, layout: Layout) 
 
 
 def _processes(options: AdviseOptions, layout: Layout, link: Link | None) -> int:
-    """Return how many processes measure: with a link given, one has the machine to itself."""
+    """Return the number of measuring processes; one, if the link is given."""
     from shoal.runtime.rank_info import read_rank_info
 
     if options.nproc or read_rank_info():
@@ -305,7 +307,7 @@ def _processes(options: AdviseOptions, layout: Layout, link: Link | None) -> int
 
 @contextmanager
 def _with_data(config: Config) -> Iterator[Config]:
-    """Give a decoder some random tokens where it has no data."""
+    """Add a dataset of random tokens if a decoder has no data."""
     if config.data.datasets or config.model.network != "decoder":
         yield config
         return
@@ -359,7 +361,7 @@ def _step(step_s: float) -> str:
 
 
 def _report(basis: Basis, rows: list[Prediction], layout: Layout) -> dict[str, Any]:
-    """Return everything as JSON; a bandwidth of null means that a strategy always pays."""
+    """Return all predictions as JSON; a bandwidth of null means that a strategy always pays."""
     return {
         **describe("advise"),
         "layout": str(layout),

@@ -1,7 +1,7 @@
-"""What an all-reduce costs by formula: rounds that follow each other, and bytes through the busiest rank.
+"""Cost formulas of all-reduce: rounds in series, and bytes through the busiest rank.
 
 Seconds are rounds x latency + bytes / bandwidth, the model of Thakur, Rabenseifner and Gropp (2005) without
-the time to add, which is hidden where chunks are added as they arrive.
+the time to add, which is hidden when chunks are added as they arrive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two ranks."""
+    """Link between two ranks."""
 
     latency_s: float  # of a message
     bytes_per_s: float  # one way
@@ -24,15 +24,15 @@ class Cost:
     """Messages and bytes of one collective."""
 
     num_rounds: int
-    num_bytes: float  # sent, or received if that is more, by the rank that has most to do
+    num_bytes: float  # the larger of bytes sent and received by the busiest rank
 
     def seconds(self, link: Link) -> float:
-        """Return the time over a link."""
+        """Return the seconds over a link."""
         return self.num_rounds * link.latency_s + self.num_bytes / link.bytes_per_s
 
 
 def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
-    """Return what an algorithm costs on `size` ranks for a tensor of `num_bytes`.
+    """Return the cost of an algorithm on `size` ranks for a tensor of `num_bytes`.
 
     Raises:
         KeyError: There is no formula for the algorithm.
@@ -41,7 +41,7 @@ def all_reduce_cost(algorithm: str, size: int, num_bytes: float) -> Cost:
 
 
 def hierarchical_cost(ranks: int, hosts: int, num_bytes: float) -> Cost:
-    """Return the same for a tree of `ranks` in the largest host and a ring in chunks of `hosts`."""
+    """Return the cost of a tree of `ranks` in the largest host and a chunked ring of `hosts`."""
     inside, across = (
         all_reduce_cost("tree", ranks, num_bytes),
         all_reduce_cost("chunked_ring", hosts, num_bytes),
@@ -50,9 +50,9 @@ def hierarchical_cost(ranks: int, hosts: int, num_bytes: float) -> Cost:
 
 
 def collective_cost(name: str, size: int, num_bytes: float) -> Cost:
-    """Return what another collective of `comm.collectives` costs; `num_bytes` are those of one rank's tensor.
+    """Return the cost of another collective of `comm.collectives`; `num_bytes` is that of a rank's tensor.
 
-    Of reduce_scatter and all_to_all, that is all of a rank's tensors together.
+    For reduce_scatter and all_to_all this is the size of all tensors of a rank together.
     """
     if size == 1:
         return Cost(0, 0)
@@ -79,13 +79,13 @@ def _chunked_ring(size: int, num_bytes: float) -> Cost:
 
 
 def _tree(size: int, num_bytes: float) -> Cost:
-    """Count the root: it receives, then sends, a whole tensor at each level."""
+    """Return the cost of the root, which receives, then sends, a whole tensor at each level."""
     levels = math.ceil(math.log2(size))
     return Cost(2 * levels, 2 * levels * num_bytes)
 
 
 def _halving_doubling(size: int, num_bytes: float) -> Cost:
-    """Count a rank that takes in the tensor of one above the power of two, where there is one."""
+    """Return the cost of a rank that also takes the tensor of a rank above the power of two, if any."""
     levels = int(math.log2(size))
     paired = 2**levels
     extra = 2 if size > paired else 0
@@ -101,9 +101,9 @@ _FORMULAS: dict[str, Callable[[int, float], Cost]] = {
 
 
 def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
-    """Return the latency and bandwidth that explain measured times best, by relative least squares.
+    """Fit latency and bandwidth to measured times, by relative least squares.
 
-    None where they tell of no bandwidth: all alike, or larger ones faster.
+    Returns None if the times give no bandwidth: all equal, or shorter for larger sizes.
     """
     if len({(cost.num_rounds, cost.num_bytes) for cost in costs}) < 2:
         return None
@@ -113,6 +113,6 @@ def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
     r, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = rr * bb - rb * rb
     latency, per_byte = (r * bb - b * rb) / determinant, (b * rr - r * rb) / determinant
-    if latency < 0:  # noise: the small messages were not slower than the large ones per byte
+    if latency < 0:  # noise: small messages did not take longer per byte than large ones
         latency, per_byte = 0.0, b / bb
     return Link(latency, 1 / per_byte) if per_byte > 0 else None

@@ -1,4 +1,4 @@
-"""What a prediction needs to know of machines: the link between them, a replica's step, a strategy's work."""
+"""Measurements for predictions: the link, the step of a replica, and the computing time of strategies."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ from shoal.train.optimiser import build_optimiser
 from shoal.train.precision import Precision
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_LATENCY_S = 100e-6  # of a message, with TCP and gloo around it, where nothing is said
+_LATENCY_S = 100e-6  # default latency of a message, with TCP and gloo
 _LINK_BYTES = tuple(1 << power for power in range(10, 28, 2))  # 1 KB to 64 MB
 _REPEATS = 5
 _TICK_S = 1e-9
-_STEPS = 3  # timed, after one that is not
+_STEPS = 3  # timed, after one warm-up
 _BUCKET_BYTES = 25 << 20  # as DDP's
-_MOST_ELEMENTS = 16 << 20  # of a model, to time a strategy's work on: more takes in proportion
-_BACKWARD = 0.6  # of a step, where only its whole time is known
+_MOST_ELEMENTS = 16 << 20  # part of a model to time a strategy's work on; the whole takes in proportion
+_BACKWARD = 0.6  # fraction of a step, if only its whole time is known
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is to be measured."""
+    """What to measure."""
 
-    link_s: float  # seconds for the link; 0: it is known
-    config: Config | None  # to time steps of; None: their time is known
-    replicas: int  # planned, among which a step's samples are shared out
-    syncs: tuple[Sync, ...]  # settings of strategies to time the work of
+    link_s: float  # seconds for the link; 0: the link is known
+    config: Config | None  # model whose steps to time; None: their time is known
+    replicas: int  # planned number, over which a step's samples are divided
+    syncs: tuple[Sync, ...]  # settings of the strategies to time
     shapes: dict[str, tuple[int, ...]]  # of the weights
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found on the slowest rank."""
+    """Results of the slowest rank."""
 
     ranks: int
     hosts: int
@@ -76,7 +76,7 @@ class Measurement:
 
 
 def measure(transport: Transport, tell: Callable[[str], None], options: MeasureOptions) -> Measurement:
-    """Measure what is asked for, on all ranks at the same time. Collective over the transport's ranks."""
+    """Measure on all ranks at the same time. Collective over the transport's ranks."""
     link = compute_time = None
     if options.link_s:
         tell(f"the link between {transport.size} ranks, up to {options.link_s:g} s")
@@ -96,12 +96,12 @@ def measure(transport: Transport, tell: Callable[[str], None], options: MeasureO
 
 
 def measure_link(transport: Transport, limit_s: float) -> Link | None:
-    """Time all-reduces of growing size for some seconds; return the link that explains them best."""
+    """Time all-reduces of growing size for some seconds; return the fitted link."""
     spent, last = 0.0, 0.0
     costs: list[Cost] = []
     times: list[float] = []
     for num_bytes in _LINK_BYTES:
-        if costs and spent + 4 * 2 * last > limit_s:  # one to warm up, and one that counts
+        if costs and spent + 4 * 2 * last > limit_s:  # one warm-up, one that counts
             break
         tensor = torch.zeros(num_bytes // 4, device=transport.device)
         last = time_all_reduce(transport, "chunked_ring", tensor)
@@ -116,9 +116,9 @@ def measure_link(transport: Transport, limit_s: float) -> Link | None:
 
 
 def sustained(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
-    """Return the link that explains times best, no faster than the last transfer, the largest, was.
+    """Fit a link to times, with a bandwidth of at most that of the last transfer, the largest.
 
-    Smaller ones may pass a token bucket at once, which many networks have, and training fills it.
+    On networks with a token bucket, which training exhausts, smaller transfers may pass without delay.
     """
     link = fit_link(costs, seconds)
     if link is None:
@@ -128,14 +128,14 @@ def sustained(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
 
 
 def _slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks, each number by itself. Collective over them."""
+    """Return the maximum of each number over all ranks. Collective over all ranks."""
     tensor = torch.tensor(seconds, dtype=torch.float64, device=transport.device)
     all_reduce(transport, tensor, "maximum", "tree")
     return [float(value) for value in tensor.tolist()]
 
 
 def _time_steps(transport: Transport, config: Config, replicas: int) -> tuple[float, float]:
-    """Train a replica by itself with its share of the batch; return the seconds of a step and of its last
+    """Train one replica alone with its share of the batch; return the seconds of a step and of its last
     backward pass.
     """
     device = transport.device
@@ -169,28 +169,29 @@ def _time_steps(transport: Transport, config: Config, replicas: int) -> tuple[fl
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of a configuration's model, in the order of the model."""
+    """Return the shape of each weight of a configuration's model, in model order."""
     task = open_task(config)
     return {name: tuple(weight.shape) for name, weight in _make(task, config).named_weights().items()}
 
 
 def _make(task: Task[Any, Any], config: Config) -> Any:
-    """Return the whole model without memory."""
+    """Return the whole model on the meta device."""
     with torch.device("meta"):
         (model,) = task.parts([range(task.shape.n_layers if task.shape else 1)])
     if isinstance(model, Decoder):
-        model.set_recompute(config.train.recompute, config.train.recompute_layers)
+        train = config.train
+        model.set_recompute(train.recompute, train.recompute_layers, offload=train.recompute_offload)
     return model
 
 
 @torch.no_grad()
 def time_work(sync: Sync, shapes: Shapes, transport: Transport) -> float:
-    """Return the seconds that a strategy computes for a step, on a transport that carries nothing.
+    """Return the computing time of a strategy for a step, in seconds, on a transport that sends nothing.
 
-    A large model's are those of a part of it, in proportion.
+    For a large model, a part of it is measured and the time scaled in proportion.
     """
     if (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
-        return 0.0  # adding is part of what a link was seen to take
+        return 0.0  # the measured link includes the time to add
     weights: dict[str, Tensor] = {}
     total = taken = 0
     for name, shape in shapes.items():
@@ -211,7 +212,7 @@ def time_work(sync: Sync, shapes: Shapes, transport: Transport) -> float:
 
 
 def _exchange(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Callable[[], None]:
-    """Return what adds up gradients."""
+    """Return the work of summing gradients."""
     exchange = CompressedExchange(sync.strategy, transport, method_of(sync, weights, torch.float32), weights)
     buckets = list(_buckets(weights))
 
@@ -225,7 +226,7 @@ def _exchange(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> C
 
 
 def _buckets(weights: dict[str, Tensor]) -> Iterator[Bucket]:
-    """Put tensors together as DDP does, with numbers that are no zeros."""
+    """Put tensors into buckets as DDP does, with values that are not zero."""
     names: list[str] = []
     filled = 0
     for number, (name, tensor) in enumerate(weights.items(), start=1):
@@ -240,7 +241,7 @@ def _buckets(weights: dict[str, Tensor]) -> Iterator[Bucket]:
 
 
 def _owners(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Callable[[], None]:
-    """Return what rank 0 does beside the optimiser's step."""
+    """Return the work of rank 0 besides the optimiser step."""
     named = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
     owners = Owners(named, sync.strategy, transport, torch.float32)
 
@@ -252,11 +253,11 @@ def _owners(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Cal
 
 
 def _outer(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Callable[[], None]:
-    """Return what a replica does in an exchange of the whole model."""
+    """Return the work of a replica in an exchange of the whole model."""
     anchors = [tensor.clone() for tensor in weights.values()]
     momenta = [torch.zeros_like(tensor) for tensor in anchors]
     sgd, codec = outer_sgd(sync, transport.size), Int8(sync.block) if sync.int8 else Plain(torch.float32)
-    host = SilentTransport(transport.rank, transport.size)  # transfers are of host memory
+    host = SilentTransport(transport.rank, transport.size)  # transfers are from host memory
 
     def act() -> None:
         moved = [anchor - weight for anchor, weight in zip(anchors, weights.values(), strict=True)]
@@ -269,7 +270,7 @@ def _outer(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Call
 
 
 def _asynchronous(sync: Sync, weights: dict[str, Tensor], transport: Transport) -> Callable[[], None]:
-    """Return what a worker, and the server in it, do in a step beside the optimiser's steps."""
+    """Return the work of a worker and its server in a step, besides optimiser steps."""
     named = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
     like, size = list(named.values()), transport.size
     shares = share_out(named, size)
@@ -289,10 +290,10 @@ def _asynchronous(sync: Sync, weights: dict[str, Tensor], transport: Transport) 
 
 
 def compute_time_of_run(run_dir: Path, config: Config, replicas: int) -> ComputeTime:
-    """Return the compute time that a run had, for a replica's share of the batch among so many replicas.
+    """Return the compute time of a run, scaled to a replica's share of the batch for this many replicas.
 
     Raises:
-        InputError: The run has recorded no step.
+        InputError: The run has no recorded step.
     """
     file = run_dir / "metrics.jsonl"
     lines = [line for line in read_metrics(file) if "seconds" in line] if file.is_file() else []
@@ -306,21 +307,21 @@ def compute_time_of_run(run_dir: Path, config: Config, replicas: int) -> Compute
 
 
 def ranks_of_run(run_dir: Path) -> int:
-    """Return how many ranks a run had."""
-    patterns = ("ranks/rank-*", "replicas/*/ranks/rank-*")  # of the first replica; of those that train apart
+    """Return the number of ranks of a run."""
+    patterns = ("ranks/rank-*", "replicas/*/ranks/rank-*")  # of the first replica group
     return max(1, sum(len(list(run_dir.glob(pattern))) for pattern in patterns))
 
 
 def compute_time_of_step(step_s: float, config: Config, replicas: int) -> ComputeTime:
-    """Return the compute time where only a step's time without communication is known."""
+    """Return the compute time from the time of a step without communication."""
     return ComputeTime(step_s, _BACKWARD * step_s / max(1, grad_accum_steps(config, replicas)))
 
 
 def parse_link(words: str) -> Link:
-    """Read 100mbit, or 1gbit,0.2ms: the bandwidth one way, and the latency of a message.
+    """Parse 100mbit, or 1gbit,0.2ms: the bandwidth one way, and the latency of a message.
 
     Raises:
-        InputError: It is neither.
+        InputError: The text has neither form.
     """
     rate, comma, latency = words.lower().partition(",")
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency.strip())

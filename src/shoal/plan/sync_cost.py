@@ -1,14 +1,14 @@
-"""What strategies cost by formula: bytes and messages of a step, its time, and the link on which one pays.
+"""Cost formulas of strategies: bytes, messages and time of a step, and the bandwidth below which one pays.
 
-A step takes compute + the strategy's own work + what of its communication is not hidden:
+A step takes compute + the strategy's own work + the communication that is not hidden:
 
     step = compute + work + max(messages x latency + bytes / bandwidth - hidden, the part that nothing hides)
 
-Of S bytes (E encoded), n replicas on h hosts with r = n/h each, neighbours together:
+For S bytes (E encoded) and n replicas on h hosts, with r = n/h neighbouring replicas on each host:
 
 | strategy | through a host's link, one way, in series | messages in series | hidden |
 | --- | --- | --- | --- |
-| allreduce, powersgd | 2 (n-1)/n E, round a ring | 2 (n-1) a bucket, powersgd twice | all but one bucket |
+| allreduce, powersgd | 2 (n-1)/n E, in a ring | 2 (n-1) a bucket, powersgd twice | all but one bucket |
 | bf16, int8, onebit | r (n-r)/n E + (n-1)/n E | 2 (n-1) a bucket, 1 of 2 replicas | all but one bucket |
 | topk | (n-1) E | 2 (n-1) a bucket | all but one bucket |
 | central_* | (n-r) S in, then (n-r) S out | serial: 2 (n-1) a bucket, parallel: 2 | nothing |
@@ -17,8 +17,9 @@ Of S bytes (E encoded), n replicas on h hosts with r = n/h each, neighbours toge
 | outer strategies | r (n-r)/n E + (n-1)/n E, every H steps | 2 (n-1) | streaming: behind `overlap` steps |
 | async_sgd | 2 r (n-r)/n S where shares are even | 2 | all, behind the next step, with any staleness |
 
-Buckets hide behind the last micro-batch's backward pass, and only those of plain replicas; the last one is
-full when this ends. Links inside a host are free. Where a replica has several ranks, each sends its part.
+Only buckets of plain replicas are hidden, behind the backward pass of the last micro-batch. The last bucket
+is full when this pass ends. Links inside a host are free. If a replica has several ranks, each sends its
+part.
 """
 
 from __future__ import annotations
@@ -38,34 +39,34 @@ Shapes = Mapping[str, Sequence[int]]  # of weights by name, in the order of the 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas that agree: as many on each host, neighbours together."""
+    """Replicas to synchronise, with equal numbers of neighbours on each host."""
 
     count: int
     hosts: int
     ranks: int = 1  # of each
-    gradient_bytes: int = 4  # of an element on its way, where the strategy has no format of its own
+    gradient_bytes: int = 4  # size of an element that is sent, for strategies without a format of their own
 
     @property
     def here(self) -> int:
-        """Replicas on a host."""
+        """Number of replicas on a host."""
         return self.count // self.hosts
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a strategy asks of the network in a step, on average."""
+    """Mean network load of a strategy in a step."""
 
     sent_bytes: float  # by the rank that sends most
     link_bytes: float  # in series through the busiest host's link
     messages: float  # in series
-    behind_backward: float = 0.0  # hidden behind this part of the last backward pass
-    behind_steps: float = 0.0  # and behind so many steps
-    tail: float = 1.0  # part of the communication that nothing hides
+    behind_backward: float = 0.0  # fraction of the last backward pass that hides communication
+    behind_steps: float = 0.0  # number of steps that hide communication
+    tail: float = 1.0  # fraction of the communication that is never hidden
 
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """The time of a replica's step without any communication."""
+    """Time of a replica's step without communication."""
 
     step_s: float
     backward_s: float  # of the last micro-batch's backward pass, in it
@@ -79,14 +80,14 @@ class Line:
     num_bytes: float
 
     def at(self, per_byte_s: float) -> float:
-        """Return the seconds where a byte takes so long."""
+        """Return the seconds at `per_byte_s` seconds a byte."""
         return self.fixed_s + self.num_bytes * per_byte_s
 
 
 def step_lines(
     demand: Demand, compute_time: ComputeTime, work_s: float, latency_s: float
 ) -> tuple[Line, ...]:
-    """Return lines over the time of a byte, the highest of which is the step's time."""
+    """Return lines over the time of a byte; the step takes the maximum of them."""
     base, waiting = compute_time.step_s + work_s, demand.messages * latency_s
     hidden = demand.behind_backward * compute_time.backward_s + demand.behind_steps * compute_time.step_s
     return (
@@ -96,14 +97,14 @@ def step_lines(
 
 
 def seconds(lines: Sequence[Line], per_byte_s: float) -> float:
-    """Return the step's time where a byte takes `per_byte_s`."""
+    """Return the time of a step at `per_byte_s` seconds a byte."""
     return max(line.at(per_byte_s) for line in lines)
 
 
 def break_even(lines: Sequence[Line], others: Sequence[Line]) -> float:
-    """Return the bandwidth, in bytes a second, below which `lines` are nowhere above `others`.
+    """Return the bandwidth, in bytes a second, below which `lines` never exceed `others`.
 
-    0: on slow links they are; infinity: they never are.
+    0 if they exceed them on slow links, infinity if they never exceed them.
     """
     crossings = {
         (other.fixed_s - line.fixed_s) / (line.num_bytes - other.num_bytes)
@@ -120,7 +121,7 @@ def break_even(lines: Sequence[Line], others: Sequence[Line]) -> float:
 
 
 def demand(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Return what a strategy asks of the network, warm-up apart."""
+    """Return the network load of a strategy, without warm-up."""
     if replicas.count == 1:
         return Demand(0, 0, 0)
     kinds = {"exchange": _exchange, "owner": _owner, "outer": _outer, "asynchronous": _asynchronous}
@@ -128,7 +129,7 @@ def demand(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 
 
 def _exchange(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Count the buckets of plain replicas, which are sent during the backward pass; of others, after it."""
+    """Return the load of buckets; those of plain replicas are sent during the backward pass."""
     n, total = replicas.count, _count(shapes)
     buckets = _ddp_buckets(shapes)
     first, tail = buckets[0] / total, buckets[-1] / total
@@ -163,7 +164,7 @@ def encoded_bytes(sync: Sync, count: int) -> float:
 
 
 def _owner(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Count gradients on their way to the owners, then weights, which are fp32, on their way back."""
+    """Return the load of gradients sent to the owners, then of weights, in fp32, sent back."""
     n, total = replicas.count, _count(shapes)
     both = replicas.gradient_bytes + 4
     buckets = -(-total * 4 // BUCKET_BYTES)
@@ -183,7 +184,7 @@ def _owner(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 
 
 def _outer(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Count an exchange of the whole model every `every` steps, or of each fragment in turn."""
+    """Return the load of an exchange of the whole model, or of each fragment, in `every` steps."""
     by_rank, by_link = _two_phase(replicas)
     block = sync.block if sync.int8 else 1
     num_rows = sum(-(-math.prod(shape) // block) for shape in shapes.values())
@@ -200,7 +201,7 @@ def _outer(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 
 
 def _asynchronous(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
-    """Count gradients that leave the host of whoever serves most, and weights that it serves to others."""
+    """Return the load of gradients and weights at the host of the rank that serves most."""
     n, here, total = replicas.count, replicas.here, _count(shapes)
     largest = max(total / n, *map(math.prod, shapes.values()))
     served = largest + (here - 1) * (total - largest) / (n - 1)  # by this host
@@ -211,7 +212,7 @@ def _asynchronous(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 
 
 def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:
-    """Return tensors sent by the busiest rank and in series through its host's link, and rounds."""
+    """Return tensors sent by the busiest rank, tensors in series through its host's link, and rounds."""
     n, h = replicas.count, replicas.hosts
     if algorithm == "hierarchical":
         ring, tree = 2 * (h - 1) / h, _levels(replicas.here)
@@ -231,13 +232,13 @@ def _all_reduce(algorithm: str, replicas: Replicas) -> tuple[float, float, int]:
 
 
 def _two_phase(replicas: Replicas) -> tuple[float, float]:
-    """Return the same for shares that go to whoever adds them, then sums round a ring."""
+    """Return the same for shares sent to the rank that sums them, then sums in a ring."""
     n, here = replicas.count, replicas.here
     return 2 * (n - 1) / n, (here * (n - here) + n - 1) / n
 
 
 def _paired(size: int) -> tuple[float, int]:
-    """Return tensors sent by halving and doubling among a power of two, and whether some ranks are left."""
+    """Return tensors sent by halving and doubling among a power of two, and whether ranks are left over."""
     paired = 2 ** int(math.log2(size))
     return 2 * (paired - 1) / paired, int(size > paired)
 
@@ -255,7 +256,7 @@ def _count(shapes: Shapes) -> int:
 
 
 def _thin(rank: int, shapes: Shapes) -> int:
-    """Return the numbers that PowerSGD sends: P and Q where they are fewer than the matrix's, else all."""
+    """Return the number of values that PowerSGD sends: P and Q if these are fewer, else the matrix."""
     total = 0
     for shape in shapes.values():
         sides = shape[0] + math.prod(shape[1:])
@@ -264,7 +265,7 @@ def _thin(rank: int, shapes: Shapes) -> int:
 
 
 def _ddp_buckets(shapes: Shapes) -> list[int]:
-    """Return the elements of each bucket, as the backward pass fills them: from the model's end."""
+    """Return the elements of each bucket in the order of the backward pass: from the end of the model."""
     buckets, filled, limit = [], 0, _DDP_BUCKETS[0]
     for shape in reversed(list(shapes.values())):
         filled += math.prod(shape)

@@ -1,21 +1,22 @@
-"""Asynchronous SGD with bounded staleness: no worker waits for another, unless it is too far ahead.
+"""Asynchronous SGD with bounded staleness: a worker waits for others only if it is too far ahead.
 
 Each rank is a worker, and the server of a share of the weights, as in Ho and others, "More effective
 distributed ML via a stale synchronous parallel parameter server" (2013), and CNTK's DataParallelASGD.
 
-A worker's gradient is that of the mean loss over its own samples, clipped by its own norm. Each server takes
-an optimiser step of a share for each gradient that comes, at a learning rate of 1/n for n workers: their n
-gradients of a step weigh like one of all their samples, and weight decay is the same. With momentum, or
-moments, these remember single gradients, n for each step.
+A worker's gradient is that of the mean loss over its own samples, clipped by its own norm. For each gradient
+that arrives, a server takes one optimiser step of its share, at 1/n of the learning rate for n workers. The n
+gradients of a step therefore weigh as much as one gradient of all their samples, and weight decay is the
+same. Momentum and moments are updated n times a step.
 
-A server answers a gradient of step t with its newest weights, once it has those of step t - staleness from
-all. A worker begins step t + 1 when each server has told that it does, with the newest weights that came. So
-nobody is more than `staleness` steps ahead, and each gradient is answered once. Where t is saved or the last,
-the bound is 0: what is saved has all gradients of steps up to t, and no other.
+A server answers a gradient of step t with its newest weights, once it has the gradients of step t - staleness
+from all workers. A worker begins step t + 1, with the newest weights that have arrived, when all servers have
+reported that they have these gradients. So no worker is more than `staleness` steps ahead, and each gradient
+is answered once. If t is saved or is the last step, the bound is 0: the saved state has all gradients of
+steps up to t, and no others.
 
-Rank r of n sends S - S(r) bytes of gradients and (n - 1) S(r) of weights in a step, for weights of S bytes of
-which it serves S(r): 2 (n - 1) / n S where shares are even. A message is a header of five numbers, and what
-it announces.
+For weights of S bytes, of which rank r serves S(r), rank r of n sends S - S(r) bytes of gradients and
+(n - 1) S(r) bytes of weights in a step: 2 (n - 1) / n S if shares are even. A message is a header of five
+numbers, followed by the values that it announces.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from shoal.runtime.flight_recorder import mark
 from shoal.strategies.owners import share_out
 from shoal.strategies.quorum import reach
 
-_PROGRESS_S = 1.0  # how often a worker that waits says so: waiting for a slow one is no hang
+_PROGRESS_S = 1.0  # a waiting worker marks progress this often: waiting for a slow one is not a hang
 _GRADIENT, _WEIGHTS, _BYE = 0, 1, 2
 
 
 @dataclass
 class StalenessBound:
-    """How far ahead a worker may be, and after which step all stop."""
+    """Limit on how far ahead a worker may be, and the step after which all workers stop."""
 
     staleness: int
     save_every: int  # steps; 0: at the end only
@@ -51,21 +52,21 @@ class StalenessBound:
     stop_after: int = 0  # the last step of this start, if it is not done yet
 
     def begin(self, step: int) -> None:
-        """Go on from a step."""
+        """Continue after a step."""
         if step < self.stop_after:
             self.last = min(self.last, self.stop_after)
 
     def is_common(self, step: int) -> bool:
-        """Say whether all wait for each other after a step."""
+        """Return whether all workers wait for each other after a step."""
         return step == self.last or (bool(self.save_every) and step % self.save_every == 0)
 
     def needed(self, step: int) -> int:
-        """Return the step of which all gradients are needed after this one."""
+        """Return the step whose gradients a server needs before a worker may pass this one."""
         return step if self.is_common(step) else step - self.staleness
 
 
 class Others(Protocol):
-    """How a worker finds all others."""
+    """Connection of a worker to all others."""
 
     def everybody(self, step: int) -> Transport: ...
 
@@ -73,17 +74,17 @@ class Others(Protocol):
 
 
 class Message(NamedTuple):
-    """What is sent from rank to rank ahead of `numel` values."""
+    """Header that is sent ahead of `numel` values."""
 
     kind: int
     step: int
-    number: int  # with a gradient: the last step of all; with weights: the step of which all gradients are in
-    rate: float  # with a gradient: the learning rate; nan: the step was left out
+    number: int  # with a gradient: the last step of the run; with weights: the step complete on the server
+    rate: float  # with a gradient: the learning rate; nan: the step was skipped
     numel: int
 
 
 class Server:
-    """The newest weights of a share, and the optimiser's state for them. One thread at a time."""
+    """Newest weights of a share, with their optimiser state. Not thread-safe."""
 
     def __init__(
         self,
@@ -105,16 +106,17 @@ class Server:
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """Take the worker's weights as they are after a step."""
+        """Copy the worker's weights, which are those after a step."""
         for own, weight in zip(self._weights, self._share, strict=True):
             own.copy_(weight)
         self._done = [step] * len(self._done)
 
     @torch.no_grad()
     def take(self, worker: int, step: int, rate: float, gradient: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Follow a worker's gradient; return the answers now due: to whom, the step complete here, values.
+        """Take a step with a worker's gradient; return answers now due: (worker, complete step, values).
 
-        Where all wait for each other, the first worker, which saves, gets the optimiser's state, too.
+        After a step at which all workers wait for each other, the answer to worker 0, which saves, also has
+        the optimiser state.
         """
         if not math.isnan(rate):
             gradients = [torch.empty_like(weight) for weight in self._weights]
@@ -134,7 +136,7 @@ class Server:
 
 
 def make(replica: Replica) -> AsyncSgd:
-    """Return a replica's worker and server, which reach the others when they start."""
+    """Return the worker and server of a replica; they connect to the others in `start`."""
     config = replica.config
     steps, every = config.train.steps, config.checkpoint.every
     return AsyncSgd(
@@ -161,9 +163,10 @@ class AsyncSgd(SynchronousReplicas):
         workers: int,
         others: Others | None,
     ) -> None:
-        """Take the worker's weights and what gives the optimiser's state of all of them, as in a checkpoint.
+        """Build from the worker's weights.
 
-        `others` is None where there is one worker.
+        `whole` returns the optimiser state of all weights, as in a checkpoint. `others` is None with
+        one worker.
         """
         self.saves = rank == 0
         self._rank, self._bound, self._others = rank, bound, others
@@ -172,19 +175,19 @@ class AsyncSgd(SynchronousReplicas):
         self._whole = whole
         self._server = Server(self._shares[rank], update_of, workers, bound)
         self._peers = [peer for peer in range(workers) if peer != rank]
-        self._known = [0] * workers  # server -> the step of which it has all gradients
+        self._known = [0] * workers  # server -> the last step whose gradients it has from all workers
         self._news: dict[int, Tensor] = {}  # server -> its newest weights, not yet taken
         self._rate = math.nan
         self._asked = False
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()  # guards the server and all that threads change
+        self._changed = threading.Condition()  # guards the server and all state that threads change
         self._sending = threading.Lock()
         self._boxes: dict[int, SimpleQueue[tuple[Message, Tensor] | None]] = {}
         self._threads: list[threading.Thread] = []
 
     @torch.no_grad()
     def start(self, step: int) -> int:
-        """Give all workers the first one's weights, and servers its optimiser's state."""
+        """Send worker 0's weights to all workers, and its optimiser state to the servers."""
         weights = [weight for share in self._shares for weight in share.values()]
         if self._others is not None:
             self._transport = self._others.everybody(step)
@@ -210,8 +213,8 @@ class AsyncSgd(SynchronousReplicas):
         self._rate = rate
 
     def after_step(self, step: int) -> None:
-        """Send each server its gradient, wait if too far ahead, and take the newest weights that are here."""
-        # Nobody begins a step before it has heard of this one, if that is more than the bound later.
+        """Send each server its gradient, wait if too far ahead, and take the newest weights that arrived."""
+        # No worker begins a step more than `staleness` later before it has an answer for this one.
         last = step + self._bound.staleness + 1 if self._asked else self._bound.last
         for server, share in enumerate(self._shares):
             gradients = (
@@ -235,12 +238,12 @@ class AsyncSgd(SynchronousReplicas):
         self._read(news)
 
     def stopping(self, step: int, *, asked: bool) -> bool:
-        """Agree with the others on a step that nobody has begun."""
+        """Agree with the others on a last step, which no worker has begun yet."""
         self._asked |= asked and step < self._bound.last
         return step >= self._bound.last
 
     def close(self) -> None:
-        """Leave when all others are about to, too: until then they may need what this rank has sent."""
+        """Wait until all other workers close too, as they may need what this rank has sent; then leave."""
         for box in self._boxes.values():
             box.put((Message(_BYE, 0, 0, 0.0, 0), torch.empty(0)))
             box.put(None)
@@ -309,7 +312,7 @@ class AsyncSgd(SynchronousReplicas):
         return Message(int(kind), int(step), int(number), rate, int(numel)), values
 
     def _thread(self, work: Callable[[int], None], peer: int) -> threading.Thread:
-        """Start a thread for one other rank, whose failure is the worker's at its next step."""
+        """Start a thread for one other rank; its exception is raised by the next `after_step`."""
 
         def run() -> None:
             try:
@@ -331,7 +334,7 @@ def pack(tensors: Iterable[Tensor], like: Sequence[Tensor]) -> Tensor:
 
 
 def fill(tensors: Sequence[Tensor], values: Tensor) -> None:
-    """Copy what was packed into tensors."""
+    """Copy values made by `pack` into tensors."""
     parts = values.split([tensor.numel() for tensor in tensors]) if tensors else ()
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

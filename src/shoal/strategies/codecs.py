@@ -1,4 +1,4 @@
-"""Number formats in which gradients are sent. A codec encodes a flat tensor as bytes, and decodes these.
+"""Number formats in which gradients are sent. A codec encodes a flat tensor as bytes and decodes it.
 
 Values that are not finite decode as not finite, so that all ranks see an overflow.
 """
@@ -16,7 +16,7 @@ assert sys.byteorder == "little", "bytes are packed in this order"
 
 
 class Codec(Protocol):
-    """A format."""
+    """A number format."""
 
     block: int  # values that are encoded together, with one scale
     feedback: float  # share of the error that is added to the next values; 0: no error feedback
@@ -32,7 +32,7 @@ class Codec(Protocol):
 
 
 class Plain:
-    """Values as they are."""
+    """Values in their own format."""
 
     block = 1
     feedback = 0.0
@@ -104,11 +104,11 @@ class Int8:
 class OneBit:
     """The sign of each value, with one bf16 scale a block: the mean of the block's magnitudes.
 
-    All values of a block decode to the same magnitude. So large ones are fed back for many steps, and small
-    ones become noise: short blocks lose less. With 64 values a block, 20 % of the bytes are scales.
+    All values of a block decode to the same magnitude. Large values therefore leave an error for many steps,
+    and small ones become noise. Short blocks lose less. With 64 values a block, 20 % of the bytes are scales.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
-    training of speech DNNs" (2014), who have two means for each column of a matrix.
+    training of speech DNNs" (2014), which uses two means for each column of a matrix.
     """
 
     def __init__(self, block: int, feedback: float = 1.0) -> None:
@@ -132,7 +132,7 @@ class OneBit:
 
 
 def _blocks(values: Tensor, block: int) -> list[Tensor]:
-    """View a flat tensor as [blocks, block], and what is left as [1, less than a block]."""
+    """View a flat tensor as [blocks, block], and the remainder as [1, less than a block]."""
     whole = values.numel() - values.numel() % block
     parts = [values[:whole].view(whole // block, block), values[whole:].view(1, -1)]
     return [part for part in parts if part.numel()] or parts[:1]
@@ -150,12 +150,12 @@ _GATHER = sum(1 << (56 - 7 * bit) for bit in range(8))
 
 
 def _pack(flags: Tensor) -> Tensor:
-    """Return eight flags a byte, the first one lowest."""
+    """Pack eight flags into each byte, the first one in the lowest bit."""
     words = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(torch.int64)
     return (words * _GATHER).view(torch.uint8)[7::8]
 
 
 def _signs(like: Tensor) -> Tensor:
-    """Return the table [256, 8] of what the bits of a byte stand for: 1, or -1 for 0."""
+    """Return the table [256, 8] of the signs that the bits of a byte encode: 1 for 1, -1 for 0."""
     bits = torch.arange(256, device=like.device).unsqueeze(1) >> torch.arange(8, device=like.device)
     return ((bits & 1) * 2 - 1).to(like.dtype)

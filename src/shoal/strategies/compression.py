@@ -1,4 +1,4 @@
-"""Exchanges over a transport with compression and error feedback, in a thread beside the backward pass."""
+"""Exchange over a transport with compression and error feedback, in a thread during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.strategies.step_state import StepState
 
 
 class CompressedExchange(Exchange):
-    """Sums buckets by a method, one after the other in a thread.
+    """Sum buckets by a method, one after the other in a thread.
 
     What the method leaves out is kept as error feedback and added to the gradients of a later step. Sums are
     exact for the first `warmup_steps`.
@@ -30,7 +30,7 @@ class CompressedExchange(Exchange):
         parameters: dict[str, Tensor],
         warmup_steps: int = 0,
     ) -> None:
-        """Take this rank's part of each parameter by name. Nothing else may use the transport."""
+        """Build from this rank's part of each parameter, by name. Nothing else may use the transport."""
         self.name = name
         self.traffic = transport.traffic
         self._transport = transport
@@ -72,7 +72,7 @@ class CompressedExchange(Exchange):
             view.add_(self._residuals.tensors[name], alpha=self._scale * self._method.feedback)
         lost = self._method.add_up(self._transport, bucket)
         if lost is not None:
-            lost.div_(self._scale)  # the next step may have another one
+            lost.div_(self._scale)  # the next step may have another scale
             parts = lost.split([view.numel() for view in bucket.views.values()])
             for name, view, part in zip(names, bucket.views.values(), parts, strict=True):
                 stays = self._residuals.tensors[name] * (1 - self._method.feedback)
@@ -80,7 +80,7 @@ class CompressedExchange(Exchange):
 
 
 class _Thread:
-    """Runs work in order; on a GPU in a stream of its own, which waits for the caller's."""
+    """Run work in order; on a GPU in a stream of its own, which waits for the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         prepare = None

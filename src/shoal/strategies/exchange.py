@@ -1,4 +1,4 @@
-"""The exchange of gradients that a strategy asks for, and its part of a checkpoint."""
+"""Choice of the gradient exchange for a strategy, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.strategies.methods import Exact, Method, PowerSGD, TopK, TwoPhase
 def make(
     config: Config, mesh: Mesh, process: Process, weights: dict[str, nn.Parameter], dtype: torch.dtype
 ) -> CompressedExchange:
-    """Return what sums these weights' gradients over the replicas. Collective over the world."""
+    """Return the exchange that sums these weights' gradients over replicas. Collective over the world."""
     sync = config.sync
     group = mesh.new_group("dp_replicate", "exchange", config.runtime.timeout_s)
     transport = slowed(TorchTransport(group, process.device.torch_device), config.runtime.slow_link)
@@ -36,12 +36,15 @@ def make(
 
 
 def error_feedback(exchange: Exchange, mesh: Mesh, split: tuple[int, ...]) -> FeedbackState:
-    """Return what an exchange holds back on this rank; `split` is the layers of each pipeline part."""
+    """Return the error feedback of an exchange; `split` is the layers of each pipeline part."""
     return FeedbackState(exchange, mesh, split)
 
 
 def method_of(sync: Sync, parts: dict[str, Tensor], dtype: torch.dtype) -> Method:
-    """Return how a strategy adds up; `parts` are this rank's of each weight, `dtype` is all-reduce's."""
+    """Return the summation method of a strategy.
+
+    `parts` has this rank's part of each weight; `dtype` is the format in which all-reduce sends gradients.
+    """
     match sync.strategy:
         case "allreduce":
             return Exact(sync.algorithm, dtype)
@@ -66,7 +69,7 @@ def _hosts(group: dist.ProcessGroup, process: Process) -> list[list[int]]:
 
 
 def by_host(names: Iterable[str]) -> list[list[int]]:
-    """Return the places of equal names together, those of the first one first."""
+    """Group the indices of equal names, in the order of first appearance."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)

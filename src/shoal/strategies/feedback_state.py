@@ -1,7 +1,7 @@
-"""The error feedback of an exchange in a checkpoint, under names that other numbers of replicas can read.
+"""Error feedback of an exchange in a checkpoint, under names that any number of replicas can load.
 
-Tensors of a replica are `sync/replica-1.part-0.residual.<parameter>`, those that all replicas have alike
-`sync/part-0.q.<parameter>`; a part is one of the ranks that hold a replica together.
+Tensors of one replica are named `sync/replica-1.part-0.residual.<parameter>`, tensors that are the same on
+all replicas `sync/part-0.q.<parameter>`. A part is one of the ranks that together hold a replica.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shoal.gradsync.replicas import SynchronousReplicas
 from shoal.runtime.log import log
 from shoal.runtime.mesh import Mesh
 
-_MAX_REPLICAS = 10_000  # more are no checkpoint's of ours
+_MAX_REPLICAS = 10_000  # a checkpoint of Shoal never has more
 
 
 class FeedbackState(SynchronousReplicas):
-    """The error feedback of one rank; no method communicates."""
+    """Error feedback of one rank. No method communicates."""
 
     def __init__(self, exchange: Exchange, mesh: Mesh, split: tuple[int, ...]) -> None:
-        """Take a rank's exchange and place; `split` is the layers of each pipeline part, if given."""
+        """Build from a rank's exchange and mesh; `split` is the layers of each pipeline part, if given."""
         self._exchange = exchange
         self.traffic = exchange.traffic
         self._mesh = mesh
@@ -32,14 +32,14 @@ class FeedbackState(SynchronousReplicas):
         self._added: list[tuple[Tensor, Tensor]] = []
 
     def start(self, step: int) -> int:
-        """Add up the error feedback of replicas that are no longer there."""
+        """Add the error feedback of replicas that no longer exist to that of this replica."""
         for own, more in self._added:
             own += more
         self._added.clear()
         return step
 
     def state(self) -> dict[str, Any]:
-        """Return what says who can read the tensors; empty where there are none."""
+        """Return the strategy and layout that can load the tensors; empty if there are none."""
         if not self.tensors():
             return {}
         replicas = self._mesh.layout.dp_replicate
@@ -49,12 +49,12 @@ class FeedbackState(SynchronousReplicas):
         return self._of_replica(self._mesh.replica, self._exchange.state()) | self._common()
 
     def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return what is to be filled from a checkpoint with this state; `start` follows.
+        """Return the tensors to fill from a checkpoint with this state; call `start` afterwards.
 
-        With another number of replicas, replica r takes over what replicas r, r + n, r + 2n and so on have
-        not sent yet: the sum stays. What another strategy or layout held back is dropped.
+        With another number n of replicas, replica r takes over the error feedback of replicas r, r + n, r +
+        2n and so on, which keeps the sum. That of another strategy or layout is dropped.
         """
-        state = state if "inner" in state else {}  # of replicas that train apart, which hold nothing back
+        state = state if "inner" in state else {}  # of replica groups, which have no error feedback
         own = self._exchange.state()
         for tensor in own.values():
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""Ways to sum a bucket over replicas by point-to-point messages, most of them lossy."""
+"""Methods to sum a bucket over replicas with point-to-point messages, most of them lossy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shoal.strategies.step_state import StepState
 
 
 class Method(ABC):
-    """A way to sum; `feedback` is the share of its error that is added to the next bucket."""
+    """Summation method; `feedback` is the share of the error feedback that is added to the next gradient."""
 
     feedback = 1.0
 
     def __init__(self) -> None:
-        self.memory = StepState({})  # alike on all ranks
+        self.memory = StepState({})  # the same on all ranks
 
     @abstractmethod
     def add_up(self, transport: Transport, bucket: Bucket) -> Tensor | None:
         """Replace a bucket by its sum over all ranks, bit for bit the same on each. Collective.
 
-        Returns this rank's error, a flat tensor as long as the bucket: over all ranks, errors and the new
-        content add up to what was put in. None without error feedback.
+        Returns this rank's error, a flat tensor as long as the bucket, or None without error feedback. The
+        errors of all ranks and the new content add up to the sum of the buckets.
         """
 
 
@@ -55,12 +55,13 @@ class Exact(Method):
 class TwoPhase(Method):
     """A reduce-scatter and an all-gather of encoded shares; each rank sums its share in the bucket's format.
 
-    A rank's own part of its share is not encoded. The error of the all-gather becomes that of the rank that
-    summed. A rank sends 2 (n - 1)/n of the encoded bucket: for bf16 as many bytes as a ring, which would
-    round at each hop. Two ranks swap their encoded buckets: as many bytes, and values are encoded once.
+    A rank's own part of its share is not encoded. The error of encoding a sum is kept by the rank that
+    computed the sum. A rank sends 2 (n - 1)/n of the encoded bucket; for bf16 these are as many bytes as in a
+    ring, which would round at each hop. Two ranks swap their encoded buckets: the same bytes, and values are
+    encoded once.
 
     Source: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
-    speed" (2021), section 5; a second memory for the way back is not needed for the sum to be kept.
+    speed" (2021), section 5. The second error feedback there is not needed to keep the sum.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -108,7 +109,7 @@ class TwoPhase(Method):
 
 
 def shares_of(flat: Tensor, size: int, block: int) -> list[Tensor]:
-    """Cut a flat tensor into `size` shares of whole blocks; the last one may end in a part of one."""
+    """Cut a flat tensor into `size` shares of whole blocks; the last share may end with a shorter block."""
     blocks = -(-flat.numel() // block)
     bounds = [min(flat.numel(), block * (blocks * place // size)) for place in range(size + 1)]
     return [flat[start:end] for start, end in pairwise(bounds)]
@@ -118,7 +119,7 @@ class TopK(Method):
     """The values of largest magnitude and their indices, gathered from all ranks: 8 bytes a value.
 
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018); Lin et al., "Deep gradient
-    compression" (2018), without its corrections for momentum, which Adam's is not.
+    compression" (2018), without its momentum correction, which is for SGD and not for Adam.
     """
 
     def __init__(self, density: float, feedback: float = 1.0) -> None:
@@ -139,23 +140,23 @@ class TopK(Method):
         lost[places] = 0
         flat.zero_()
         for theirs, at in zip(everyone, whose, strict=True):
-            flat[at.long()] += theirs  # no place comes twice
+            flat[at.long()] += theirs  # no index occurs twice
         return lost
 
 
 class PowerSGD(Method):
-    """Low-rank factors P Q' in place of matrices; other tensors, and small matrices, are summed whole.
+    """Low-rank factors P Q' instead of matrices; small matrices and all other tensors are summed whole.
 
     Each step is one step of subspace iteration from the Q of the step before. A rank's error is the part of
-    its matrix that is orthogonal to P. Each rank orthogonalises P by itself: on other hardware, or with
-    another number of threads, its bits may differ.
+    its matrix that is orthogonal to P. Each rank orthogonalises P itself, so ranks with other
+    hardware, or another number of threads, may get other bits.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
     optimization" (2019), algorithm 1 with a warm start.
     """
 
     def __init__(self, rank: int, parameters: dict[str, Tensor]) -> None:
-        """Draw the first Q of each matrix, a tensor of all dims but the first as columns, by its name."""
+        """Draw the first Q of each matrix by its name. Dims after the first are flattened to columns."""
         super().__init__()
         tall = {name: tensor.flatten(1) for name, tensor in parameters.items() if tensor.ndim > 1}
         first = {
@@ -168,7 +169,7 @@ class PowerSGD(Method):
     def add_up(self, transport: Transport, bucket: Bucket) -> Tensor:
         lost = bucket.flat.clone()
         lost_parts = lost.split([view.numel() for view in bucket.views.values()])
-        thin, plain = [], []  # (name of Q, matrix, what of it is lost); what is sent as it is
+        thin, plain = [], []  # (name of Q, matrix, its error); tensors that are sent whole
         for (name, view), part in zip(bucket.views.items(), lost_parts, strict=True):
             if f"q.{name}" in self.memory.tensors:
                 thin.append((f"q.{name}", view.flatten(1), part.view_as(view).flatten(1)))

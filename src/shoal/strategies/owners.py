@@ -1,13 +1,13 @@
-"""Weights that one rank updates for all: it sums their gradients, keeps their optimiser state, sends them.
+"""Owners of weights: one rank sums the gradients of a weight, keeps its optimiser state, and sends it to all.
 
 | sync.strategy | owner | gradients to the owner | weights from it | as in |
 | --- | --- | --- | --- | --- |
-| central_serial | rank 0 | rank after rank, added by one thread | rank after rank | TensorFlow |
-| central_parallel | rank 0 | from all at once, added by all cores | to all at once | Torch7 |
-| device_sharded | each of its share | round a ring | round a ring | MXNet |
+| central_serial | rank 0 | one rank after another, one thread sums | one after another | TensorFlow |
+| central_parallel | rank 0 | from all ranks at once, all cores sum | to all at once | Torch7 |
+| device_sharded | each rank, of its share | in a ring | in a ring | MXNet |
 | tree_update | rank 0 | by a tree: 1 to 0 and 3 to 2, then 2 to 0 | by the same tree | Caffe |
 
-All as of 2016. Bytes that rank r of n sends, where weights are S bytes and r owns S(r) of them:
+The frameworks are those of 2016. Bytes that rank r of n sends, for weights of S bytes of which r owns S(r):
 
 | sync.strategy | gradients | weights |
 | --- | --- | --- |
@@ -15,7 +15,7 @@ All as of 2016. Bytes that rank r of n sends, where weights are S bytes and r ow
 | device_sharded | S - S(r) | S - S(r + 1) |
 | tree_update | S, rank 0 nothing | S to each rank below r in the tree |
 
-The central strategies add in the host's memory, the others on the device; the update is made on the device.
+The central strategies sum in host memory, the others on the device. The update runs on the device.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from shoal.runtime.device import physical_cores
 from shoal.runtime.flight_recorder import label
 from shoal.runtime.process import Process
 
-_ALIGNED = 16  # elements: 64 bytes of fp32, where kernels like a tensor to begin
-Transfer = Callable[[Transport, list[Tensor]], None]  # over what each rank owns, as one flat tensor a rank
+_ALIGNED = 16  # elements: 64 bytes of fp32, an alignment that suits kernels
+Transfer = Callable[[Transport, list[Tensor]], None]  # gets one flat tensor for each owner
 
 
 class Owners(WeightOwners):
-    """The owners of all weights; those of an owner are one flat tensor, and so are their gradients."""
+    """Owners of all weights. The weights of an owner form one flat tensor, and so do their gradients."""
 
     def __init__(
         self, weights: dict[str, nn.Parameter], strategy: str, transport: Transport, dtype: torch.dtype
     ) -> None:
-        """Take weights, the same on all ranks, and lay them out anew; gradients are sent as `dtype`."""
+        """Move weights, the same on all ranks, into flat tensors; gradients are sent as `dtype`."""
         self._way = _WAYS[strategy]
         self.transport = transport
         self.traffic = transport.traffic
@@ -71,32 +71,32 @@ class Owners(WeightOwners):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Sum each gradient on its owner; the others are left with parts of it. Collective over all ranks."""
+        """Sum each gradient on its owner; on other ranks it is then undefined. Collective over all ranks."""
         flats = [flat.to(self.transport.device, self._dtype) for flat in self._gradients]
         self._way.collect(self.transport, flats)
         rank = self.transport.rank
-        self._gradients[rank].copy_(flats[rank])  # nothing to do where it is the same tensor
+        self._gradients[rank].copy_(flats[rank])  # a no-op if it is the same tensor
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Give each owner's weights to all ranks. Collective over them."""
+        """Send each owner's weights to all ranks. Collective over all ranks."""
         flats = [self._on_transport_device(flat, owner) for owner, flat in enumerate(self._weights)]
         self._way.spread(self.transport, flats)
         for flat, arrived in zip(self._weights, flats, strict=True):
             flat.copy_(arrived)
 
     def _on_transport_device(self, flat: Tensor, owner: int) -> Tensor:
-        """Return weights on the device of the transport; those that will be overwritten are not copied."""
+        """Return weights on the device of the transport, uninitialised if they will be overwritten."""
         if owner == self.transport.rank or flat.device == self.transport.device:
             return flat.to(self.transport.device)
         return torch.empty_like(flat, device=self.transport.device)
 
 
 def share_out(weights: dict[str, nn.Parameter], num_ranks: int) -> list[dict[str, nn.Parameter]]:
-    """Return each rank's weights, about as many elements as any other's: largest first, to who has least.
+    """Assign weights to ranks, largest first, each to the rank with the fewest elements so far.
 
-    Weights stay whole: Muon's update needs whole matrices, and checkpoints know optimiser state by its
-    weight's name. The price: some share is as large as the largest weight, often the embedding.
+    Weights stay whole, because Muon's update needs whole matrices, and checkpoints name optimiser state by
+    weight. One share is therefore at least as large as the largest weight, often the embedding.
     """
     shares: list[dict[str, nn.Parameter]] = [{} for _ in range(num_ranks)]
     filled = [0] * num_ranks
@@ -108,7 +108,7 @@ def share_out(weights: dict[str, nn.Parameter], num_ranks: int) -> list[dict[str
 
 
 def make(config: Config, process: Process, weights: dict[str, nn.Parameter], dtype: torch.dtype) -> Owners:
-    """Return the owners of a replica's weights, on a process group of their own. Collective."""
+    """Return the owners of a replica's weights, with a process group of their own. Collective."""
     strategy, runtime = config.sync.strategy, config.runtime
     on_host = _WAYS[strategy].on_host
     group = dist.new_group(
@@ -137,7 +137,7 @@ def _room(weight: nn.Parameter) -> int:
 
 
 def _collect_in_turn(transport: Transport, flats: list[Tensor]) -> None:
-    """Add up on rank 0: the whole of one rank, then of the next."""
+    """Sum on rank 0: all of one rank, then all of the next."""
     with _threads(transport, 1):
         for source in range(1, transport.size):
             for bucket in _buckets(flats[0], "gradient"):
@@ -150,7 +150,7 @@ def _collect_in_turn(transport: Transport, flats: list[Tensor]) -> None:
 
 
 def _collect_at_once(transport: Transport, flats: list[Tensor]) -> None:
-    """Add up on rank 0 what comes from all ranks at the same time, in the order of ranks."""
+    """Sum on rank 0 in the order of ranks, receiving from all ranks at the same time."""
     others = range(1, transport.size)
     with _threads(transport, physical_cores()):
         for bucket in _buckets(flats[0], "gradient"):
@@ -213,7 +213,7 @@ def _buckets(flat: Tensor, what: str) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _threads(transport: Transport, count: int) -> Iterator[None]:
-    """Let rank 0 add with so many threads."""
+    """Set the number of threads with which rank 0 sums."""
     if transport.rank:
         yield
         return
@@ -227,7 +227,7 @@ def _threads(transport: Transport, count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Way:
-    """How gradients get to the owners, and weights from there."""
+    """How gradients are sent to the owners, and weights from them."""
 
     collect: Transfer
     spread: Transfer

@@ -1,13 +1,15 @@
-"""The replicas that train apart and exchange with each other now: a quorum, formed anew for each exchange.
+"""Quorums: the replica groups that take part in one exchange, formed anew for each exchange (as in torchft).
 
-Quorums have numbers. Each replica announces itself for the next one in the launcher's store. When all that
-are expected have, one of them writes who takes part: members, and joiners, which were not in the quorum
-before. All obey that. A replica whose heartbeat stops is no longer expected. A rank exchanges with the same
-ranks of the other replicas. The exchange counts if it went well for all; else those that are left form
-another quorum. So nobody waits for the dead, and all get the same. torchft uses the term in this sense.
+Quorums are numbered. Each replica group announces itself for the next quorum in the launcher's store. When
+all expected replica groups have done so, one of them writes the quorum: members, and joiners, which were not
+in the quorum before. A replica group whose heartbeat stops is no longer expected. Each rank exchanges with
+the same rank of the other replica groups. The exchange counts if it succeeded on all ranks. Otherwise the
+remaining replica groups form another quorum. So no rank waits for a dead one, and all ranks get the same
+result.
 
-Keys: status<replica>, its heartbeat; here<number>.<replica>, its announcement; record<number>, the quorum;
-last, the newest one; done<number>, how many ranks have finished their exchange; verdict<number>, its outcome.
+Keys of the store: status<replica>, its heartbeat; here<number>.<replica>, its announcement; record<number>,
+the quorum; last, the newest quorum; done<number>, the number of ranks that have finished their exchange;
+verdict<number>, its outcome.
 """
 
 from __future__ import annotations
@@ -39,41 +41,41 @@ from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.strategies.replica_groups import BEAT_S, LOST_S, status_keys
 
 _POLL_S = 0.01
-_FRESH_S = 4 * BEAT_S  # knowledge of the others that is older counts for nothing: this process stood still
+_FRESH_S = 4 * BEAT_S  # older status is ignored: this process itself was suspended
 _TRANSFER_S = 30.0  # longest wait for 8 MiB of a transfer: 2.3 Mbit/s is enough
-_MAX_FAILURES = 5  # exchanges that fail one after the other
+_MAX_FAILURES = 5  # consecutive failed exchanges
 T = TypeVar("T")
-Work = Callable[["Quorum", Transport | None], T]  # no transport: nobody else is there
+Work = Callable[["Quorum", Transport | None], T]  # transport is None if no other replica takes part
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replica is."""
+    """Progress of a replica group."""
 
     rounds: int  # outer steps of any fragment
     step: int
-    flight: tuple[int, int] | None = None  # the fragment under way, and the step after which it left
-    digest: str = ""  # of what it knows, at the beginning
+    flight: tuple[int, int] | None = None  # the in-flight fragment, and the step where it began
+    digest: str = ""  # of its common state, at the start
 
     def agrees_with(self, other: Progress) -> bool:
-        """Say whether the next mean of both would be one of like things, moving one anchor."""
+        """Return whether both would exchange the same fragment for the same anchor."""
         keys = ("rounds", "flight", "digest")
         return all(getattr(self, key) == getattr(other, key) for key in keys)
 
 
 @dataclass(frozen=True)
 class QuorumMember:
-    """What a replica announces of itself."""
+    """Announcement of a replica group."""
 
-    mark: str  # of its start
+    mark: str  # identifies its start
     plan: str  # digest of its settings and data
-    begun: bool  # it was in the quorum before
+    begun: bool  # it was in the previous quorum
     progress: Progress
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who takes part: replica -> mark of its start; and how far the first member is."""
+    """Participants (replica -> mark of its start), and the progress of the first member."""
 
     number: int
     members: dict[str, str]
@@ -82,17 +84,17 @@ class Quorum:
 
     @property
     def present(self) -> list[int]:
-        """All replicas of this quorum, the members first."""
+        """All replica groups of this quorum, members first."""
         return [int(name) for name in (*self.members, *self.joiners)]
 
     def has(self, group: ReplicaGroupInfo) -> bool:
-        """Say whether this start of a replica takes part."""
+        """Return whether this start of a replica group takes part."""
         name = str(group.replica)
         return group.mark in (self.members.get(name), self.joiners.get(name))
 
 
 class QuorumClient:
-    """Client that forms quorums for one rank; rank 0 announces its replica."""
+    """Client that forms quorums for one rank. Rank 0 announces the replica group."""
 
     def __init__(
         self,
@@ -103,9 +105,9 @@ class QuorumClient:
         slow_link: float = 0.0,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Reach the store. At the beginning all replicas are waited for, but no longer than `patience_s`.
+        """Connect to the store. The first quorum waits for all replica groups, for at most `patience_s`.
 
-        `plan` is what must be the same for all; `stopped` says whether the user asks rank 0 to wait no more.
+        `plan` is a digest that must be the same for all. `stopped` returns whether rank 0 was asked to stop.
         """
         self.traffic = Traffic()
         self._slow_link, self._stopped = slow_link, stopped  # Mbit/s
@@ -114,7 +116,7 @@ class QuorumClient:
         self._address = address_towards(group.host)  # the store itself may be on loopback
         self._store: dist.Store = connect(group.host, group.port)
         self._until = time.monotonic() + patience_s
-        self._last: Quorum | None = None  # the quorum that this replica was in
+        self._last: Quorum | None = None  # the last quorum that this replica was in
         self._transport: tuple[list[int], Transport] | None = None
         self._membership = Membership(
             lambda: connect(group.host, group.port),
@@ -127,15 +129,15 @@ class QuorumClient:
             self._membership.start()
 
     def enter(self, progress: Progress, take_over: Work[None]) -> Quorum:
-        """Begin with the others, or join those who have begun; return the quorum.
+        """Start with the others, or join them if they have started; return the quorum.
 
-        Where nobody trains, the one that is ahead and those that know the same are the members. Where there
-        are joiners, all call `take_over`, by which members tell them what they know. Collective over the
-        replica.
+        If no replica group trains yet, the one that is furthest ahead and those with the same common state
+        become members. If there are joiners, all call `take_over`, in which members send the common state.
+        Collective over the replica.
         """
         past, announced = -1, -1
         while True:
-            mark("quorum")  # waiting for others is no hang
+            mark("quorum")  # waiting for others is not a hang
             quorum = self._read("last")
             if quorum and quorum.number > past and quorum.has(self._own):
                 if not quorum.joiners or self._exchange(quorum, take_over) is not None:
@@ -154,9 +156,9 @@ class QuorumClient:
             time.sleep(_POLL_S)
 
     def agree(self, progress: Progress, work: Work[T]) -> tuple[Quorum, T]:
-        """Form a quorum and call `work`; return what it gave, once it went well for all of the quorum.
+        """Form a quorum and call `work`; return its result, once it has succeeded on all ranks of the quorum.
 
-        Raises a NotInQuorum if they went on without this replica. Collective over those who come.
+        Raises NotInQuorum if the others continued without this replica. Collective over the quorum.
         """
         for _ in range(_MAX_FAILURES):
             quorum = self._last = self._await_quorum(progress)
@@ -170,9 +172,9 @@ class QuorumClient:
         )
 
     def everybody(self, step: int) -> Transport:
-        """Return a way to all replicas, in their order, on which one may wait `patience_s` for a tensor.
+        """Return a transport to all replicas in order, with a time limit of `patience_s` for a tensor.
 
-        None may be missing. Collective over them.
+        All replicas must be present. Collective over them.
         """
         self._transfer_s = self._patience_s
         progress = Progress(0, step)
@@ -186,7 +188,7 @@ class QuorumClient:
         return transport
 
     def leave(self) -> None:
-        """Tell the others not to wait any more."""
+        """Announce that this replica takes part no more."""
         self._membership.status["state"] = "done"
         self._membership.leave(LOST_S)
 
@@ -212,9 +214,9 @@ class QuorumClient:
         self._store.set(f"here{number}.{self._own.replica}", json.dumps(asdict(member)))
 
     def _form(self, number: int) -> None:
-        """Write the quorum if all who are expected have announced themselves.
+        """Write the quorum if all expected replica groups have announced themselves.
 
-        One that has begun and is elsewhere is left out: it has to start again, and joins.
+        One that has begun but has another state is left out. It has to start again, and then joins.
         """
         if not self._may_form(number):
             return
@@ -240,7 +242,7 @@ class QuorumClient:
             self._clear(number - 2)
 
     def _may_form(self, number: int) -> bool:
-        """Say whether all of the quorum before have come; who begins waits for all there are."""
+        """Return whether all of the previous quorum are here; at the start, whether all replicas are."""
         if self._own.replica not in self._membership.told:
             return False  # no heartbeat was read yet
         others = [k for k in range(self._own.num_replicas) if k != self._own.replica]
@@ -248,21 +250,21 @@ class QuorumClient:
         if self._last is not None:
             expected = [k for k in self._last.present if k in others and self._is_same_start(self._last, k)]
         elif any(state == "training" and not self._is_gone(k) for k, state in states.items()):
-            return False  # they will let this replica in
+            return False  # the others will let this replica join
         else:
             patient = time.monotonic() < self._until
             if patient and "restarting" in states.values():
-                return False  # all were lost at once: one of those may be ahead
+                return False  # all were lost at once: an absent one may be ahead
             expected = [k for k in others if (patient and number == 0) or k in states]
         return all(self._announced(number, k) for k in expected if not self._is_gone(k))
 
     def _exchange(self, quorum: Quorum, work: Work[T]) -> tuple[T] | None:
-        """Return what `work` gives; None where it did not go well for all. Collective over the present."""
+        """Return the result of `work`, or None if it failed on any rank. Collective over those present."""
         result: tuple[T] | None = None
         try:
             result = (work(quorum, self._connect(quorum)),)
             self._store.add(f"done{quorum.number}", 1)
-        except RuntimeError as error:  # gloo's and the store's: somebody went
+        except RuntimeError as error:  # raised by gloo and the store: a peer is gone
             log.info(f"an exchange with other replicas failed, and is done again: {error}")
             self._store.compare_set(f"verdict{quorum.number}", "", "failed")
         if self._verdict(quorum) == b"good":
@@ -272,7 +274,7 @@ class QuorumClient:
         return None
 
     def _connect(self, quorum: Quorum) -> Transport:
-        """Make a group anew, or return that of the last quorum if it has the same replicas."""
+        """Connect the replicas of a quorum, or return the last connection if the replicas are the same."""
         if self._transport is not None and self._transport[0] == quorum.present and not quorum.joiners:
             return self._transport[1]
         self._transport = None
@@ -289,7 +291,7 @@ class QuorumClient:
         return self._transport[1]
 
     def _verdict(self, quorum: Quorum) -> bytes:
-        """Wait until all ranks have finished, or one cannot; the first to see either says so for all."""
+        """Wait until all ranks have finished or one cannot; the first rank to see it records it for all."""
         key, total = f"verdict{quorum.number}", len(quorum.present) * self._own.size
         while not self._store.check([key]):
             if self._store.add(f"done{quorum.number}", 0) == total:
@@ -322,7 +324,7 @@ class QuorumClient:
             )
 
     def _is_gone(self, replica: int) -> bool:
-        """Say whether a replica has ended, or was silent for too long, as far as this process can know."""
+        """Return whether a replica has ended or was silent for too long, as far as this process can tell."""
         if replica == self._own.replica or replica not in self._membership.told:
             return False
         fresh = time.monotonic() - self._membership.reached < _FRESH_S
@@ -330,13 +332,13 @@ class QuorumClient:
         return silent or self._membership.told[replica]["state"] in ("lost", "restarting", "done")
 
     def _is_same_start(self, quorum: Quorum, replica: int) -> bool:
-        """Say whether a replica was not started again since a quorum."""
+        """Return whether a replica was not restarted since a quorum."""
         seen = self._membership.told.get(replica, {}).get("mark")
         name = str(replica)
         return seen in (None, quorum.members.get(name), quorum.joiners.get(name))
 
     def _announced(self, number: int, replica: int) -> QuorumMember | None:
-        """Return what a replica announced, unless it was started again since."""
+        """Return the announcement of a replica, unless it was restarted since."""
         values = self._value(f"here{number}.{replica}")
         if not values or self._membership.told.get(replica, {}).get("mark", values["mark"]) != values["mark"]:
             return None
@@ -350,7 +352,7 @@ class QuorumClient:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _clear(self, number: int) -> None:
-        """Remove what nobody reads any more; quorums stay, for those who come too late."""
+        """Remove keys that are no longer read; quorums stay, for replicas that arrive late."""
         for k in range(self._own.num_replicas):
             self._store.delete_key(f"here{number}.{k}")
         for kind in ("done", "verdict"):
@@ -358,9 +360,9 @@ class QuorumClient:
 
 
 def reach(replica: Replica) -> QuorumClient | None:
-    """Return a replica's way to the others; None where there are none.
+    """Return the client of a replica; None if there is only one replica.
 
-    Those that meet must have the same settings, data and versions.
+    All replicas must have the same settings, data and versions.
     """
     config, group = replica.config, replica.group
     if group is None:
@@ -375,7 +377,7 @@ def reach(replica: Replica) -> QuorumClient | None:
 
 
 class NotInQuorum(RuntimeError):
-    """The others did not wait; this replica has to start again to join them, as its launcher has it do."""
+    """The others continued without this replica, which has to be restarted by its launcher to join."""
 
 
 def _named(marks: dict[int, str]) -> dict[str, str]:

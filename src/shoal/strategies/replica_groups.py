@@ -1,8 +1,8 @@
-"""The launcher of replica groups: replicas that train apart, each started again when it is lost.
+"""Launcher of replica groups, which restarts each one that is lost.
 
-A replica group is an ordinary `shoal train` with the processes of one replica. The first one has the run's
-folder, each other one RUN/replicas/N, with its screen in a file there. A variable tells each its
-number, and where the store is in which they form quorums.
+A replica group is an ordinary `shoal train` with the processes of one replica. The first one uses the run's
+folder, the others RUN/replicas/N with their screen output in a file there. Each gets its number, and the
+address of the store in which quorums are formed, in a variable.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from shoal.train.request import Request
 LOST_S = 10.0  # silence after which a replica group is left out
 BEAT_S = 0.5
 _PERIOD_S = 0.1
-_AGAIN_S = 2.0  # before a new start: the workers of a killed launcher need a moment to end
+_AGAIN_S = 2.0  # wait before a restart: the workers of a killed launcher take a moment to end
 
 
 def status_keys(num_replicas: int) -> list[str]:
-    """Return the keys under which replica groups tell that they are there."""
+    """Return the keys of the heartbeats of replica groups."""
     return [f"status{replica}" for replica in range(num_replicas)]
 
 
@@ -54,7 +54,7 @@ def launch_groups(
     max_restarts: int | None,
     endpoint: Endpoint | None,
 ) -> int:
-    """Start the replicas of this host, each as a world of its own; return shoal's exit status."""
+    """Start the replica groups of this host; return shoal's exit status."""
     endpoint = endpoint or Endpoint()
     whole = request.resolve_layout(nproc * endpoint.nnodes)
     dispensable = strategy_of(request.config).kind == "outer"
@@ -72,7 +72,7 @@ def launch_groups(
 
 
 class ReplicaGroupLauncher:
-    """The replica groups of this host, each a child process in a session of its own."""
+    """Launcher of the replica groups of this host, each a child process in a session of its own."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class ReplicaGroupLauncher:
         timeout_s: float,
         without: str,
     ) -> None:
-        """Prepare nproc / size replicas, each `shoal ARGUMENTS`; host or reach the store of `endpoint`.
+        """Prepare nproc / size replicas, each `shoal ARGUMENTS`; host or connect to the store of `endpoint`.
 
-        `without` says what the others do when one is lost for good.
+        `without` is the text that tells what the others do when one is lost for good.
         """
         if nproc % size:
             raise ConfigError(
@@ -115,12 +115,12 @@ class ReplicaGroupLauncher:
         self._children: dict[int, forking.Child | subprocess.Popen[bytes]] = {}
         self._statuses: dict[int, int] = {}
         self._restarts = dict.fromkeys(self._here, 0)
-        self._due = dict.fromkeys(self._here, 0.0)  # when a replica group is to be started, or started again
-        self._asked = self._stopping = False  # to stop: by a signal; all replica groups
+        self._due = dict.fromkeys(self._here, 0.0)  # replica -> when to start or restart it
+        self._asked = self._stopping = False  # a signal came; all are being stopped
         self._began = time.time()
 
     def run(self) -> int:
-        """Start all, start again what is lost, and return shoal's exit status when all have ended."""
+        """Start all, restart those that are lost, and return shoal's exit status when all have ended."""
         quieten_libraries()
         all_is_loaded()
         log.info(
@@ -169,7 +169,7 @@ class ReplicaGroupLauncher:
         """Return the variables that give a replica group its share of this host's cores and GPUs."""
         workers = len(self._here) * self._size
         share = {"OMP_NUM_THREADS": str(max(1, physical_cores() // workers))}
-        share |= {name: os.environ[name] for name in share.keys() & os.environ.keys()}  # the user's wish
+        share |= {name: os.environ[name] for name in share.keys() & os.environ.keys()}  # set by the user
         count = torch.cuda.device_count()
         if count >= self._size:
             named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -186,7 +186,7 @@ class ReplicaGroupLauncher:
 
     def _on_end(self, replica: int, code: int) -> None:
         if self._stopping and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            code = EXIT_STOPPED  # before its first step: its last checkpoint stands
+            code = EXIT_STOPPED  # before its first step: its last checkpoint is kept
         if code in (EXIT_DONE, EXIT_STOPPED):
             self._statuses[replica] = code
             return
@@ -206,13 +206,13 @@ class ReplicaGroupLauncher:
         log.warning(f"replica {replica} is lost: {failure.sentence}\n  {then}")
 
     def _failure(self, replica: int, code: int) -> Failure:
-        """Return why a replica group ended; the ranks of a launcher have left their errors."""
+        """Return why a replica group ended, from the errors that its ranks have recorded."""
         folder = group_folder(self._run_dir, replica)
         told = [rank for rank in range(self._size) if (rank_folder(folder, rank) / "error.json").exists()]
         return first_cause(folder, 0, dict.fromkeys(told if told and code > 0 else [0], code))
 
     def _wait_for_other_hosts(self) -> None:
-        """Keep the store until the replica groups of all hosts are done with it, or silent."""
+        """Keep the store until the replica groups of all hosts have finished or are silent."""
         others = [replica for replica in range(self._num_replicas) if replica not in self._here]
         if not self._hosting or not others:
             return
@@ -231,7 +231,7 @@ class ReplicaGroupLauncher:
         members.leave(LOST_S)
 
     def _status(self) -> int:
-        """Return the status of the first replica group; where it is lost, that of those that are not."""
+        """Return the status of the first replica group, or if it is lost, of the first that is not."""
         statuses = [self._statuses[replica] for replica in self._here]
         lost = [replica for replica in self._here if self._statuses[replica] not in (EXIT_DONE, EXIT_STOPPED)]
         living = [replica for replica in self._here if replica not in lost]
@@ -243,9 +243,9 @@ class ReplicaGroupLauncher:
         return self._statuses[living[0]]
 
     def _stop(self) -> None:
-        """Have all replica groups save and end, and start none."""
+        """Ask all replica groups to save and end, and start no more."""
         self._stopping = True
-        self._statuses |= dict.fromkeys(self._due, EXIT_STOPPED)  # their last checkpoints stand
+        self._statuses |= dict.fromkeys(self._due, EXIT_STOPPED)  # their last checkpoints are kept
         self._due.clear()
         self._signal(signal.SIGTERM)
         log.info("\nall replicas finish their step and save; once more stops at once")
@@ -256,7 +256,7 @@ class ReplicaGroupLauncher:
                 child.send_signal(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Remember that a stop was asked for, as a child may just be starting; asked twice, end at once."""
+        """Record a stop request, as a child may just be starting. A second signal ends all at once."""
         if self._asked:
             self._signal(signal.SIGKILL)
             os._exit(128 + number)

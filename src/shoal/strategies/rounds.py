@@ -1,7 +1,7 @@
-"""Replicas that train apart and agree on weights every so many steps; strategies.outer has the formulas.
+"""Replica groups that exchange outer gradients every `sync.every` steps; `strategies.outer` has the formulas.
 
-They exchange outer gradients, fragment by fragment, and in warm-up whole gradients. Each exchange runs in a
-thread, whether the replica waits for it or trains on meanwhile.
+Outer gradients are exchanged by fragment, and whole gradients during the warm-up. Each exchange runs in a
+thread, whether the replica waits for it or trains meanwhile.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from shoal.strategies.codecs import Codec, Int8, Plain
 from shoal.strategies.outer import average, due, fragments_of, mix, outer_sgd, pack, round_weight, unpack
 from shoal.strategies.quorum import Progress, Quorum, QuorumClient, reach
 
-_PROGRESS_S = 1.0  # how often a rank that waits says so: waiting for a slow replica is no hang
-_MAX_FRAGMENTS = 10_000  # more are no checkpoint's of ours
-_WHOLE = -1  # for the number of a fragment: all weights
+_PROGRESS_S = 1.0  # a waiting rank marks progress this often: waiting for a slow replica is not a hang
+_MAX_FRAGMENTS = 10_000  # a checkpoint of Shoal never has more
+_WHOLE = -1  # in place of the number of a fragment: all weights
 
 
 @dataclass
 class InFlightFragment:
-    """A fragment whose exchange has begun; in warm-up, the gradient of a step."""
+    """Fragment whose exchange has begun; during warm-up, the gradient of a step."""
 
     fragment: int
     since: int  # the step after which the exchange began
-    mean: Future[Tensor]  # of the outer gradients, or of gradients
+    mean: Future[Tensor]  # the mean of outer gradients, or of gradients
 
     def wait(self) -> Tensor:
         """Wait for the mean and return it."""
@@ -54,7 +54,7 @@ class InFlightFragment:
 
 
 def make(replica: Replica) -> OuterRounds:
-    """Return the rounds of a replica; they reach the other replicas at their start."""
+    """Return the rounds of a replica; they connect to the other replicas in `start`."""
     config = replica.config
     return OuterRounds(
         replica.weights,
@@ -70,7 +70,7 @@ def make(replica: Replica) -> OuterRounds:
 
 
 class OuterRounds(SynchronousReplicas):
-    """One rank's part of a replica, which is a world of its own where there are others."""
+    """Outer optimiser of one rank: starts and finishes exchanges, and moves anchor and weights."""
 
     kinds = ("anchor", "momentum", "incoming")
 
@@ -87,10 +87,10 @@ class OuterRounds(SynchronousReplicas):
         record: Callable[..., None],
         incidents: Path | None,
     ) -> None:
-        """Take this rank's weights; `quorum` is None where there is one replica.
+        """Build from this rank's weights; `quorum` is None if there is one replica.
 
-        `rate_at` gives the inner learning rate of a step as a share of its peak. `record` takes a step and
-        facts about an exchange; `incidents` is None on all ranks but one.
+        `rate_at` returns the inner learning rate of a step as a fraction of its peak. `record` is called with
+        a step and the figures of an exchange. `incidents` is None on all ranks except one.
         """
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
@@ -102,14 +102,14 @@ class OuterRounds(SynchronousReplicas):
         self._every, self._warmup_steps = sync.every, sync.warmup_steps
         self._rate_at = rate_at if sync.momentum_follows_lr else None
         self._inner = inner
-        self._done, self._rate = 0, math.nan  # the last step; the rate of this one, nan if it is left out
+        self._done, self._rate = 0, math.nan  # last step; this step's learning rate, nan: skipped
         self._num_replicas, self._quorum = num_replicas, quorum
         self.traffic = quorum.traffic if quorum else None
         self._record, self._incidents = record, incidents
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._incoming: dict[str, Tensor] = {}
-        self._taken = torch.empty(0)  # what a member told this rank as a joiner
+        self._taken = torch.empty(0)  # the common state that a member sent to this rank as a joiner
         self._rounds = 0
         self._in_flight: InFlightFragment | None = None
         self._present = set(range(num_replicas))
@@ -117,14 +117,14 @@ class OuterRounds(SynchronousReplicas):
 
     @torch.no_grad()
     def start(self, step: int) -> int:
-        """Join the other replicas; return the step to go on from, theirs if they are ahead."""
+        """Join the other replicas; return the step to continue from, theirs if they are ahead."""
         if not self._anchors:
             self._anchors = {name: weight.detach().clone() for name, weight in self._weights.items()}
         if not self._sgd.momentum:
             self._momenta = {}
         elif not self._momenta:
             self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
-        if step < self._warmup_steps:  # a longer one than before may find a round half done
+        if step < self._warmup_steps:  # a longer warm-up than before may begin in the middle of a round
             self._take_anchors()
         if self._in_flight is not None:
             incoming = [local(tensor) for tensor in self._incoming.values()]
@@ -144,7 +144,7 @@ class OuterRounds(SynchronousReplicas):
         return step
 
     def take_step(self, step: Callable[[float], None], rate: float) -> None:
-        """Take an inner step; in warm-up `after_step` does, with the mean of all gradients."""
+        """Take an inner step. During warm-up, `after_step` takes it with the mean of all gradients."""
         if self._done < self._warmup_steps:
             self._rate = rate
         else:
@@ -152,7 +152,7 @@ class OuterRounds(SynchronousReplicas):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Finish and start the exchanges that are due; at the last step all replicas agree."""
+        """Finish and start the exchanges that are due; after the last step all weights are equal."""
         self._done = step
         if self._in_flight and self._is_due_to_finish(self._in_flight.since, step):
             self._finish(step)
@@ -173,11 +173,11 @@ class OuterRounds(SynchronousReplicas):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return anchor and momentum of each parameter, and the mean of the in-flight fragment."""
+        """Return the anchor and momentum of each parameter, and the mean of the in-flight fragment."""
         return self._named(self._arriving())
 
     def expect(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return tensors to fill; an in-flight fragment goes on if the number of fragments is the same."""
+        """Return tensors to fill. An in-flight fragment continues if the number of fragments is the same."""
         if "rounds" not in state:  # of a strategy that has no anchor
             return {}
         blank = {name: torch.empty_like(weight.detach()) for name, weight in self._weights.items()}

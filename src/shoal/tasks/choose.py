@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from typing import Any
 
 from shoal.config.sections import Config
 from shoal.errors import ConfigError
-from shoal.tasks.classify import ClassifyExamples, ClassifyTokens
 from shoal.tasks.gpt import Gpt
 from shoal.tasks.task import Task
 
-_TASKS: dict[str, Callable[[Config], Task[Any, Any]]] = {
-    "decoder": Gpt,
-    "fcn-r": ClassifyExamples,
-    "lstm": ClassifyTokens,
-}
+_NETWORKS = "shoal.networks.task"  # loaded where another network than a decoder is trained
 
 
 def open_task(config: Config) -> Task[Any, Any]:
@@ -25,4 +20,7 @@ def open_task(config: Config) -> Task[Any, Any]:
             "no dataset given",
             hint="make one with `shoal prepare TEXT --output DIR`, then add --data DIR",
         )
-    return _TASKS[config.model.network](config)
+    if config.model.network == "decoder":
+        return Gpt(config)
+    task: Task[Any, Any] = importlib.import_module(_NETWORKS).open_network(config)
+    return task

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal import scoring
+from shoal.config.layout import Layout
 from shoal.config.sections import Config
+from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.errors import ConfigError
 from shoal.models.counts import count_parameters, flops_per_token
 from shoal.models.decoder import Decoder
 from shoal.models.documents import document_ids
@@ -23,10 +28,14 @@ from shoal.tasks.tokens import open_tokens, with_vocabulary
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: tokens_bt [sequences, seq_len + 1]; with keys, dropout is on."""
+    """What one forward pass takes: tokens_bt [sequences, seq_len + 1]; with keys, dropout is on.
+
+    With a `place`, the logits of the token after that one are asked for, in place of the loss.
+    """
 
     tokens_bt: Tensor
     dropout_keys_b: Tensor | None = None
+    place: int | None = None
 
 
 class Gpt(Task[NDArray[np.int64], MicroBatch]):
@@ -40,6 +49,22 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
         config = with_vocabulary(config, self.shape.vocab_size)
         super().__init__(config, replace(data, config=config))
         self._reset_after = data.eod_id if config.data.reset_documents else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The dataset's, for eval.prompt."""
+        if (path := self.data.datasets[0].tokenizer_path) is None:
+            raise ConfigError(
+                f"eval.prompt needs a tokenizer, and {self.data.datasets[0].path} has none",
+                hint="leave eval.prompt empty",
+            )
+        return load_tokenizer(path)
+
+    def check(self, layout: Layout) -> None:
+        """Raise a ConfigError where the model cannot be trained under a layout, or a prompt not be read."""
+        super().check(layout)
+        if self.config.eval.prompt:
+            self.tokenizer  # noqa: B018
 
     @property
     def flops_per_target(self) -> int:
@@ -71,7 +96,20 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
                 dropout_keys_b=micro.dropout_keys_b,
                 documents_bt=None if ends is None else document_ids(tokens_bt, ends),
             )
-            return self._cross_entropy(y, targets_bt) if getattr(model, "is_last", True) else y
+            if not getattr(model, "is_last", True):
+                return y
+            if micro.place is not None:
+                return self._cross_entropy.whole(y[:, micro.place])
+            return self._cross_entropy(y, targets_bt)
+
+    def window(self, ids: Sequence[int]) -> MicroBatch:
+        """Return the last train.seq_len tokens of a text, for the logits of the next one.
+
+        It has the size that training has, whatever the layout; what fills it is not seen.
+        """
+        seq_len, own = self.config.train.seq_len, ids[-self.config.train.seq_len :]
+        filled = [*own, *[self.data.facts()["eod_id"]] * (seq_len + 1 - len(own))]
+        return MicroBatch(torch.tensor([filled], device=self.device), place=len(own) - 1)
 
     def found(self, means: Sequence[float]) -> dict[str, float]:
         """Name loss and perplexity."""

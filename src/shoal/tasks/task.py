@@ -17,9 +17,8 @@ from shoal.config.layout import Layout
 from shoal.config.layout_rules import check_layout
 from shoal.config.sections import Config
 from shoal.data.loader import Loader, Samples
-from shoal.models.classic import Classic
-from shoal.models.decoder import Decoder
 from shoal.models.loss import CrossEntropy
+from shoal.models.part import Part
 from shoal.models.shape import ModelShape
 from shoal.tasks.feed import Arrays, EvalSet, Feed, HostBatch, make_eval_set, make_loader
 
@@ -148,7 +147,7 @@ class Task(ABC, Generic[T, Micro]):
     def num_parameters(self) -> int: ...
 
     @abstractmethod
-    def parts(self, layers: Sequence[range]) -> Sequence[Decoder | Classic]:
+    def parts(self, layers: Sequence[range]) -> Sequence[Part]:
         """Make the parts of the model with these layers; a network of fixed form is one part."""
 
     @abstractmethod

@@ -17,6 +17,7 @@ from shoal.runtime.flight_recorder import mark
 # forward and backward. On a GPU, where ZeRO has a stream of its own, "shard" is 0. "bubble" is waiting for
 # other parts of a pipeline; "communication" the rest: between replicas, and what a step's end waits for.
 PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication", "optimiser")
+_MEAN_DECAY = 0.9  # looks back some 10 steps
 
 
 @dataclass
@@ -120,9 +121,11 @@ class Rates:
     steps: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    recent_s: float | None = None  # of a step, a running mean
 
     def add(self, seconds: float, phases: dict[str, float]) -> None:
         """Count one step."""
+        self.recent_s = seconds + _MEAN_DECAY * ((self.recent_s or seconds) - seconds)
         self.steps += 1
         self.seconds += seconds
         for name, value in phases.items():

@@ -94,7 +94,8 @@ def _finish(job: Job, step: int) -> bool:
             job.metrics.record_evaluation(step, "test", found)
     if not done:
         log.info(
-            f"stopped after step {step} by {job.stop.reason}; all is saved: run the same command to continue"
+            f"stopped after step {step} by {job.stop.reason}; all is saved\n"
+            "run the same command again to continue"
         )
     job.metrics.finish(complete=done)
     return done

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl (every step, the truth), sinks, console lines, the loss curve."""
+"""Metrics of a run: metrics.jsonl (every step, the truth), sinks, console, the loss curve."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from shoal.gradsync.replicas import SynchronousReplicas
 from shoal.runtime.files import append_json, reading, write_text
-from shoal.runtime.log import log
+from shoal.runtime.log import log, show_progress
 from shoal.runtime.memory import memory_use
 from shoal.runtime.process import Process
 from shoal.runtime.run_folder import clear_way
 from shoal.runtime.speed import measured_flops, peak_flops
 from shoal.tasks.task import Task
-from shoal.train.clock import PHASES, Rates, StepClock, StepTime
-from shoal.train.curve import draw_curve
+from shoal.train import console
+from shoal.train.clock import Rates, StepClock, StepTime
+from shoal.train.curve import Curve
 from shoal.train.precision import Precision
 from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
 _FORMATS = {"perplexity": ".2f"}  # on the console
-_SHORT = ("data", "fwd", "bwd", "tp", "shard", "bubble", "comm", "opt")  # PHASES on the console
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Metrics:
             peak_flops=peak_flops(process.device, precision.dtype),
         )
         self.last_loss: float | None = None
+        self._curve = Curve(run_dir / "loss.png", task.data.unit)
+        self._last_log: dict[str, Any] = {}
         self._replicas = SynchronousReplicas()
         self._sent_bytes = 0
 
@@ -78,6 +80,8 @@ class Metrics:
                 _set_aside(self._path.with_name(f"{self._path.name}.bad"), bad)
             kept = [line for line in told if line["step"] <= step and "test_loss" not in line]
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            for line in kept:
+                self._curve.add(line)
         self._sinks.start(step)
 
     def logs(self, step: int) -> bool:
@@ -89,7 +93,8 @@ class Metrics:
 
         `skipped` counts the steps left out so far, this one included.
         """
-        time = self._clock.end()
+        time, steps = self._clock.end(), self._config.train.steps
+        show_progress(f"step {step}/{steps}  {self._left(step)} left", step / steps)
         line: dict[str, Any] = {
             "step": step,
             self.rates.unit: step * self.rates.per_step,
@@ -117,7 +122,10 @@ class Metrics:
         if self.logs(facts.step):
             line |= self.rates.take()
             line |= self._by_rank(line)
-            log.info(self._console_line(line))
+            shown = line | {"left": self._left(facts.step)}
+            log.info(console.step_lines(shown, self._last_log, self._config.train.steps, self.rates.unit))
+            log.debug(console.details(line, self._process.world_size))
+            self._last_log = line
         self._write(line)
 
     def _by_rank(self, line: dict[str, Any]) -> dict[str, float]:
@@ -145,6 +153,13 @@ class Metrics:
         shown = ", ".join(f"{key} {value:{_FORMATS.get(key, '.4f')}}" for key, value in found.items())
         log.info(f"step {step}: {name} {shown}")
         self._write({"step": step, **{f"{name}_{key}": value for key, value in found.items()}})
+        if self._process.rank == 0:
+            self._curve.draw_if_time()
+
+    def record_sample(self, step: int, text: str) -> None:
+        """Record text that the model has generated."""
+        log.info(console.text_sample(step, text))
+        self._write({"step": step, "sample": text})
 
     def record_save(self, step: int, held_s: float) -> None:
         """Record for how long a save held training up."""
@@ -155,41 +170,21 @@ class Metrics:
         self._write({"step": step, **facts})
 
     def finish(self, *, complete: bool) -> None:
-        """Close the sinks, draw the curve of a run that is complete, and say where things are."""
+        """Close the sinks, draw the curve, and say where things are."""
         self._sinks.close()
-        if complete and self._process.rank == 0:
-            curve = draw_curve(read_metrics(self._path), self._path.with_name("loss.png"), self.rates.unit)
-            log.info(f"done: {self._path.parent}" + (f"; curve: {curve}" if curve else ""))
+        show_progress("")
+        if self._process.rank == 0:
+            drawn = self._curve.draw()
+            if complete:
+                log.info(f"done: {console.short_path(self._path.parent)}" + " (curve: loss.png)" * drawn)
 
-    def _console_line(self, line: dict[str, Any]) -> str:
-        steps, unit = self._config.train.steps, self.rates.unit
-        left_s = (steps - line["step"]) * line["step_ms"] / 1e3
-        mfu, basis = (line["mfu"], "peak") if line["mfu"] is not None else (line["mfu_measured"], "matmul")
-        memory = "/".join(f"{line[f'{name}_bytes'] / 1e9:.2f}" for name in ("allocated", "peak", "reserved"))
-        split = " ".join(
-            f"{short} {line[f'{name}_ms'] / line['step_ms']:.0%}"
-            for name, short in zip(PHASES, _SHORT, strict=True)
-            if name not in ("tp", "shard", "bubble") or line[f"{name}_ms"]
-        )
-        fp16 = f" | loss scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
-        if self._process.world_size > 1:
-            least, most = line["least_peak_bytes"] / 1e9, line["most_peak_bytes"] / 1e9
-            split += (
-                f" | by rank: peak {least:.2f} to {most:.2f} GB (most: {line['most_peak_bytes_rank']}), "
-                f"busy {line['least_busy_ms']:.0f} to {line['most_busy_ms']:.0f} ms "
-                f"(most: {line['most_busy_ms_rank']})"
-            )
-        left_out = f" | {line['skipped']} steps skipped" if line["skipped"] else ""
-        return (
-            f"step {line['step']:>{len(str(steps))}}/{steps} | {line['step_ms']:.0f} ms | "
-            f"lr {line['lr']:.2e} | loss {line['loss']:.4f} | norm {line['grad_norm']:.3f} | "
-            f"{line[f'{unit}_per_s']:,.0f} {unit}/s | MFU {mfu:.0%} of {basis} | memory {memory} GB | "
-            f"{_duration(left_s)} left | {split}{fp16}{left_out}"
-        )
+    def _left(self, step: int) -> str:
+        return console.duration((self._config.train.steps - step) * (self.rates.recent_s or 0.0))
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._process.rank == 0:
             append_json(self._path, line)
+            self._curve.add(line)
             self._sinks.put(line)
 
 
@@ -221,9 +216,3 @@ def _set_aside(path: Path, bad: dict[int, bytes]) -> None:
         file.writelines(text + b"\n" for text in bad.values())
     first, more = next(iter(bad)), f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     log.warning(f"warning: line {first}{more} of {path.stem} cannot be read: set aside in {path}")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

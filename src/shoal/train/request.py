@@ -45,6 +45,7 @@ class Request:
     init_optimizer: bool = False
     layout: Layout | None = None  # where it was given in words
     replica_group: ReplicaGroupInfo | None = None  # where this is one of several replicas that train apart
+    verbose: bool = False  # details are shown on the screen too
 
     def on(self, group: ReplicaGroupInfo) -> Request:
         """Return what is asked of one of the replicas that train apart."""

@@ -95,6 +95,12 @@ def _refuse_to_start_over(run_dir: Path) -> None:
 def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
         log.info(f"changed since the checkpoint: {name} = {new} (was {old}){_rate(job.config, name)}")
+    for name, value in job.task.facts().items():
+        if state.get(name, value) != value:
+            raise ConfigError(
+                f"{checkpoint} belongs to another run: {name} of its network was {state[name]}, now {value}",
+                hint="restore the network's description, or start a new run with another --run-dir",
+            )
     _refuse_other_data(job.task.data.datasets, state, checkpoint)
     step = int(state["step"])
     if step != step_of(checkpoint):
@@ -155,6 +161,7 @@ def entries_of(job: Job) -> list[Entry]:
     replicas, guard, scaler = job.replicas, job.guard, job.precision.scaler
     return [
         Entry(WEIGHTS, job.model.named_weights),
+        Entry("statistics", job.model.average_statistics),
         Entry("optimizer", lambda: optimiser_tensors(job.model.updated_weights(), job.optimiser)),
         Entry("sync", replicas.tensors, replicas.state, replicas.expect),
         Entry("guard", facts=guard.state, take=guard.load),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -21,12 +22,14 @@ from shoal.errors import ConfigError
 from shoal.runtime.files import reading, write_text
 from shoal.runtime.log import log
 
+# The first that matches; what matches none is in train/.
+_GROUPS = {"memory": "_bytes(_rank)?$", "speed": "_per_s|^mfu|^step_ms$", "time": "_m?s(_rank)?$|^seconds$"}
 _QUEUE_LINES = 1000  # some 5 MB; what a sink cannot keep up with is left out
 _CLOSE_S = 30.0  # for what is still queued at the end of a run, and for the sink's own farewell
 
 
 class Sink(Protocol):
-    """A place for metrics. Made and used in one thread."""
+    """A place for metrics, whose names begin with their group. Made and used in one thread."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Take the figures of a step; a step may come several times, with other figures."""
@@ -42,6 +45,13 @@ def require_sinks(names: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"train.sinks names {name}, which is not installed", hint=f"pip install 'shoal[{name}]'"
             )
+
+
+def grouped(name: str) -> str:
+    """Return a figure's name in its group, such as train/loss, validation/loss or speed/tokens_per_s."""
+    if name.startswith(("validation_", "test_", "sync_")):
+        return name.replace("_", "/", 1)
+    return f"{next((g for g, pattern in _GROUPS.items() if re.search(pattern, name)), 'train')}/{name}"
 
 
 class Sinks:
@@ -67,7 +77,7 @@ class Sinks:
         """Hand the figures of a line on; returns at once."""
         step = line["step"]
         for feed in self._feeds:
-            figures = {n: v for n, v in line.items() if n != "step" and isinstance(v, int | float)}
+            figures = {grouped(n): v for n, v in line.items() if n != "step" and isinstance(v, int | float)}
             feed.put(step, figures)
 
     def close(self) -> None:

@@ -12,15 +12,17 @@ from shoal.parallel.compile import Compilation
 from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
 from shoal.runtime.mesh import local
+from shoal.train.console import short_path, table
 from shoal.train.job import Job
 from shoal.train.schedule import horizon, min_lr, warmup_steps
 
+# Shown without --verbose, too.
+_SHORT = ("run", "layout", "sync", "device", "model", "parameters", "data", "step", "in all", "schedule")
+
 
 def print_summary(job: Job) -> None:
-    """Log layout, model, data, batch and schedule, and each setting that differs from its default."""
+    """Log layout, model, data, batch and schedule; as details the rest, with settings that are no defaults."""
     rows = [*_machine(job), *_model(job), *_batch(job), *_schedule(job)]
-    width = max(len(name) for name, _ in rows)
-    log.info("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
     changed = [
         f"{name} = {value}"
         for name, value, _ in differences(job.config, Config())
@@ -31,14 +33,16 @@ def print_summary(job: Job) -> None:
             f"warning: {job.precision.name} matrix products are not in this CPU's hardware: large ones run "
             "some 50 times slower than with precision.dtype = fp32"
         )
-    log.info("  settings that differ from their defaults: " + ("; ".join(changed) or "none"))
+    rows.append(("settings", "; ".join(changed) or "none differs from its default"))
+    log.info(table([row for row in rows if row[0] in _SHORT], verbose=False))
+    log.debug(table([row for row in rows if row[0] not in _SHORT], verbose=True))
 
 
 def _machine(job: Job) -> list[tuple[str, str]]:
     process, layout = job.process, job.model.mesh.layout
     accumulation = rules.grad_accum_steps(job.config, layout.batch_parts)
     return [
-        ("run", str(job.run_dir)),
+        ("run", short_path(job.run_dir)),
         (
             "layout",
             f"{layout}: {counted(process.world_size, 'process')}, "
@@ -68,8 +72,13 @@ def _model(job: Job) -> list[tuple[str, str]]:
 
 
 def _batch(job: Job) -> list[tuple[str, str]]:
-    datasets = ", ".join(f"{d.path} ({d.fingerprint[:12]})" for d in job.task.data.datasets)
-    return [("data", datasets), ("verify", job.verifier.plan), *job.task.data.rows(job.task.loader)]
+    datasets = job.task.data.datasets
+    return [
+        ("data", ", ".join(short_path(dataset.path) for dataset in datasets)),
+        ("fingerprints", ", ".join(dataset.fingerprint[:12] for dataset in datasets)),
+        ("verify", job.verifier.plan),
+        *job.task.data.rows(job.task.loader),
+    ]
 
 
 def _schedule(job: Job) -> list[tuple[str, str]]:
@@ -101,4 +110,5 @@ def _recompute(config: Config, shape: ModelShape) -> list[tuple[str, str]]:
     chunk = min(train.recompute_layers, layers)
     whole, rest = divmod(layers, chunk)
     last = f" and one of {rest}: train.recompute_layers does not divide {layers} layers" if rest else ""
-    return [("recompute", f"full, {counted(whole, 'chunk')} of {counted(chunk, 'layer')}{last}")]
+    where = ", their inputs in host memory" if train.recompute_offload else ""
+    return [("recompute", f"full, {counted(whole, 'chunk')} of {counted(chunk, 'layer')}{last}{where}")]

@@ -17,7 +17,7 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, Shoal
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
-from shoal.runtime.log import quieten_libraries, to_rank_file
+from shoal.runtime.log import quieten_libraries, show_progress, to_rank_file
 from shoal.runtime.network import differing
 from shoal.runtime.rank_info import RankInfo, launched_by_us, launcher_pid, read_rank_info
 from shoal.runtime.run_folder import in_sentences
@@ -39,9 +39,10 @@ def run(request: Request) -> int:
     quieten_libraries()
     try:
         with in_sentences(request.run_dir, lasting=True):
-            to_rank_file(request.run_dir, info.rank, info.attempt)
+            to_rank_file(request.run_dir, info.rank, info.attempt, verbose=request.verbose)
             done = _train(request)
     except BaseException as error:
+        show_progress("")
         record_failure(request.run_dir, info.rank, info.attempt, error)
         if info.world_size == 1 and not launched_by_us():
             raise

@@ -18,20 +18,37 @@ from rich.console import Console
 
 from shoal.data.dataset import EXAMPLES_FORMAT, MANIFEST, SPLITS, seal
 from shoal.data.examples import FORMAT_VERSION, INPUT_DTYPES, ExampleSet, Pair, open_examples
+from shoal.data.prepare.images import (
+    DIGITS,
+    DIGITS_32,
+    MAX_BYTES,
+    RANDOM,
+    cifar_files,
+    is_named,
+    read_cifar,
+    read_named,
+)
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.splits import SplitPlan, allocate
 from shoal.errors import DataError, InputError, counted
 from shoal.runtime.files import atomic_write, hash_file, read_json, write_json
 
-RANDOM = "random-images"
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _IDX_BYTES = b"\x00\x00\x08"  # what an IDX file of bytes begins with, before the number of its dims
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
-_MAX_BYTES = 1 << 34  # of one array
 _MAX_PACKED, _SMALL = 64, 64 << 20  # how many times its packed size an array may take, above so many bytes
 _MAX_CLASSES = 1 << 16
 _ROWS = 4096  # at a time
-_FOR_TEXT = ("tokenizer", "vocab_size", "text_key", "delim", "separator", "max_rejected_share", "workers")
+_FOR_TEXT = (
+    "tokenizer",
+    "vocab_size",
+    "text_key",
+    "delim",
+    "separator",
+    "max_rejected_share",
+    "workers",
+    "ext",
+)
 _WANTED = "arrays x and y, or x_train, y_train and perhaps x_test, y_test"
 Found = tuple[bool, NDArray[Any], NDArray[Any]]  # whether they are test examples, inputs, labels
 
@@ -39,7 +56,9 @@ Found = tuple[bool, NDArray[Any], NDArray[Any]]  # whether they are test example
 def holds_examples(options: PrepareOptions) -> bool:
     """Say whether an input is one of those that this module reads."""
     paths = [Path(name) for name in options.inputs]
-    return RANDOM in options.inputs or any(p.suffix == ".npz" or _idx_files(p) for p in paths)
+    return any(map(is_named, options.inputs)) or any(
+        path.suffix == ".npz" or _idx_files(path) or cifar_files(path) for path in paths
+    )
 
 
 def prepare_examples(options: PrepareOptions, console: Console) -> ExampleSet:
@@ -148,16 +167,19 @@ def _moments(inputs: NDArray[Any]) -> dict[str, float]:
 def _read(source: str, options: PrepareOptions) -> Iterator[Found]:
     """Yield the examples of one input, checked."""
     path = Path(source)
-    if source == RANDOM:
-        found: list[Found] = [(False, *_random_images(options.limit or 10_000, options.seed))]
+    if is_named(source):
+        found: list[Found] = [(False, *read_named(source, options.limit or 10_000, options.seed))]
     elif path.suffix == ".npz":
         found = _read_npz(path)
+    elif batches := cifar_files(path):
+        found = [(file.name.startswith("test"), *read_cifar(file)) for file in batches]
     elif files := _idx_files(path):
         found = [(f.name.startswith("t10k"), _read_idx(f), _read_idx(_labels_of(f))) for f in files]
     else:
         raise InputError(
             f"{source} holds no labelled examples",
-            hint=f"give .npz files, a folder of IDX files (*{_IMAGES}), or {RANDOM}",
+            hint=f"give .npz files, a folder of IDX files (*{_IMAGES}) or of CIFAR-10's binary version, "
+            f"{DIGITS}, {DIGITS_32} or {RANDOM}",
         )
     for is_test, inputs, labels in found:
         yield is_test, *_checked(source, inputs, labels)
@@ -238,18 +260,6 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
 
 
 def _refuse_large(path: Path, what: str, size: int, packed: int) -> None:
-    most = min(_MAX_BYTES, max(_SMALL, _MAX_PACKED * packed))
+    most = min(MAX_BYTES, max(_SMALL, _MAX_PACKED * packed))
     if size > most:
         raise DataError(f"{path}: {what} takes {size:,} bytes, and {most:,} are allowed")
-
-
-def _random_images(count: int, seed: int) -> Pair:
-    """Make images of 28 x 28 bytes in 10 classes: each class has a picture of its own, under noise."""
-    rng = np.random.default_rng(seed)
-    pictures = rng.integers(0, 256, (10, 28, 28))
-    labels = rng.integers(0, 10, count)
-    images = np.empty((count, 28, 28), np.uint8)
-    for first in range(0, count, _ROWS):
-        rows = labels[first : first + _ROWS]
-        images[first : first + _ROWS] = (pictures[rows] + rng.integers(0, 256, (len(rows), 28, 28))) // 2
-    return images, labels

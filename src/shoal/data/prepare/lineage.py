@@ -13,7 +13,7 @@ import xxhash
 
 from shoal.data.dataset import FORMAT, FORMAT_VERSION
 from shoal.data.indexed import token_dtype
-from shoal.data.prepare.options import BYTES, GPT2, TRAINED, PrepareOptions
+from shoal.data.prepare.options import BYTES, FROM_TEXT, GPT2, PrepareOptions
 from shoal.data.prepare.sources import SourceFile
 from shoal.data.prepare.splits import SplitPlan
 from shoal.data.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def build_manifest(
         "eod_id": tokenizer.eod_id,
         "tokenizer": {
             "file": tokenizer_path.name,
-            "kind": options.tokenizer if options.tokenizer in (BYTES, GPT2, TRAINED) else tokenizer.name,
+            "kind": options.tokenizer if options.tokenizer in (BYTES, GPT2, *FROM_TEXT) else tokenizer.name,
             "xxh3": hash_file(tokenizer_path),
         },
         "splits": facts,
@@ -142,8 +142,8 @@ def _counters(summaries: list[dict[str, Any]]) -> dict[str, int]:
 
 def _tokenizer_identity(options: PrepareOptions) -> str:
     """Name the tokenizer so that another one, or a changed file, has another name."""
-    if options.tokenizer == TRAINED:
-        return f"{TRAINED} {options.trained_vocab}"
+    if options.tokenizer in FROM_TEXT:
+        return f"{options.tokenizer} {options.vocab_size or ''}".strip()
     path = Path(options.tokenizer)
     if options.tokenizer == BYTES or not path.exists():
         return options.tokenizer

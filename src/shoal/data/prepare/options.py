@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
-TRAINED, GPT2, BYTES = "bpe", "gpt2", "bytes"
-DEFAULT_VOCAB = 32_000
+TRAINED, CHAR, WORD, GPT2, BYTES = "bpe", "char", "word", "gpt2", "bytes"
+FROM_TEXT = (TRAINED, CHAR, WORD)  # tokenizers that are made of the text
 MIN_VOCAB = 257  # 256 bytes and the end-of-document token
 MAX_TRAINED_VOCAB = 1 << 20
 
@@ -32,6 +32,7 @@ class PrepareOptions:
     test: tuple[str, ...] = ()
     max_rejected_share: float = 0.05
     workers: int | None = None
+    ext: tuple[str, ...] = ()
     range_bytes: int | None = None
     shares: tuple[float, float, float] = field(init=False)
 
@@ -39,6 +40,7 @@ class PrepareOptions:
         for name in ("delim", "separator"):  # a shell passes \n as two characters
             if (text := getattr(self, name)) is not None:
                 object.__setattr__(self, name, text.replace("\\n", "\n").replace("\\t", "\t"))
+        object.__setattr__(self, "ext", tuple(one.lower().removeprefix(".") for one in self.ext))
         object.__setattr__(self, "shares", self._effective_shares(parse_split(self.split)))
         self._check_vocab()
         if self.delim is not None and len(self.delim) != 1:
@@ -55,24 +57,20 @@ class PrepareOptions:
                 f"--max-rejected-share {self.max_rejected_share} is not a share", hint="use 0 to 1"
             )
 
-    @property
-    def trained_vocab(self) -> int:
-        """Return the vocabulary size to train for."""
-        return self.vocab_size or DEFAULT_VOCAB
-
     def _check_vocab(self) -> None:
         """Refuse a vocabulary size that nothing can use."""
         if self.vocab_size is None:
             return
-        if self.tokenizer != TRAINED:
+        if self.tokenizer not in (TRAINED, WORD):
             raise ConfigError(
                 f"--vocab-size {self.vocab_size} with --tokenizer {self.tokenizer}: that vocabulary is fixed",
-                hint=f"leave it out, or use --tokenizer {TRAINED}",
+                hint=f"leave it out, or use --tokenizer {TRAINED} or {WORD}",
             )
-        if not MIN_VOCAB <= self.vocab_size <= MAX_TRAINED_VOCAB:
+        least = MIN_VOCAB if self.tokenizer == TRAINED else 3
+        if not least <= self.vocab_size <= MAX_TRAINED_VOCAB:
             raise ConfigError(
-                f"--vocab-size {self.vocab_size} is not between {MIN_VOCAB} and {MAX_TRAINED_VOCAB:,}",
-                hint="256 ids are bytes and one ends a document; 4096 suits 10 MB of text, 32000 1 GB",
+                f"--vocab-size {self.vocab_size} is not between {least} and {MAX_TRAINED_VOCAB:,}",
+                hint="leave it out: then a BPE has an id for each 3 kB of text, of 512 to 32,768",
             )
 
     def _effective_shares(self, shares: tuple[float, float, float]) -> tuple[float, float, float]:

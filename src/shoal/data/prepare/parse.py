@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import io
 import json
 import zlib
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from shoal.data.boundaries import Boundary
+from shoal.data.prepare.kinds import decompressed
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
@@ -251,7 +251,7 @@ def _json_rows(
 
 def _lines(segment: Segment, source: SourceFile, notes: Notes) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of each line that starts inside the segment; offsets count decompressed bytes."""
-    with notes.watch(source.path) as raw, _decompressed(raw, source.kind) as file:
+    with notes.watch(source.path) as raw, decompressed(raw, source.kind) as file:
         offset = segment.start
         if offset:
             file.seek(offset - 1)
@@ -283,15 +283,6 @@ def _read_line(file: BinaryIO, source: SourceFile) -> tuple[bytes, int]:
             )
         whole = more.endswith(b"\n")
     return line, length
-
-
-def _decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
-    """Return the stream of plain bytes behind a file."""
-    if kind.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK)
-    if kind.endswith(".zst"):
-        return io.BufferedReader(pa.input_stream(raw, compression="zstd"), _BLOCK)
-    return raw
 
 
 def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:

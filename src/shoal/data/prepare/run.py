@@ -21,13 +21,13 @@ from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, wri
 from shoal.data.prepare.engine import remove_leftovers, require_engine, run_ranges, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
-from shoal.data.prepare.options import BYTES, TRAINED, PrepareOptions
+from shoal.data.prepare.options import BYTES, CHAR, FROM_TEXT, TRAINED, PrepareOptions
 from shoal.data.prepare.parse import refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
 from shoal.data.prepare.progress import RangeProgress, summary_table
-from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, refuse_changed
+from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, in_words, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
-from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, sample_text, train_bpe
+from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, make_vocabulary, sample_text
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
 from shoal.data.verify import CACHE
@@ -49,6 +49,10 @@ class _Paths:
     work: Path  # one folder for each set of inputs and options: pieces of two never meet
 
     @property
+    def vocabulary_note(self) -> Path:
+        return self.work / "vocabulary.json"
+
+    @property
     def ranges(self) -> Path:
         return self.work / "ranges"
 
@@ -64,7 +68,9 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     """
     console = console or Console(stderr=True)
     started = time.monotonic()
-    sources = find_sources(options)
+    sources, passed_over = find_sources(options)
+    if passed_over:
+        console.print(f"passed over in folders: {in_words(passed_over)}")
     inputs = describe_inputs(options, sources)
     if (options.output / MANIFEST).exists():
         return _already_made(options.output, inputs, console)
@@ -190,21 +196,15 @@ def _make_tokenizer(
     form = _spec(options, paths, Path()).form(None)
     for source in {(s.role, s.kind): s for s in reversed(sources)}.values():
         refuse_wrong_key(source, form)
-    if options.tokenizer == TRAINED:
-        console.print(f"training a byte-level BPE with {options.trained_vocab:,} ids")
-        content = _interruptible(
-            lambda: train_bpe(sources, form, options.trained_vocab, options.seed, options.limit)
-        )
+    if options.tokenizer in FROM_TEXT:
+        content, note = _interruptible(lambda: make_vocabulary(options, sources, form, console.print))
+        write_json(paths.vocabulary_note, note)
     else:
         content = fixed_tokenizer(options.tokenizer)
-        if options.tokenizer != BYTES:
-            sample = next(sample_text(sources, form, options.seed, options.limit), [])
-            check_fit(content, options.tokenizer, [text[:FIT_BYTES] for text in sample[:64]])
-    tokenizer = parse_tokenizer(content, options.tokenizer)
-    if options.tokenizer == TRAINED and tokenizer.vocab_size < options.trained_vocab:
-        console.print(
-            f"the text gives only {tokenizer.vocab_size:,} ids: fewer than {options.trained_vocab:,}"
-        )
+    if options.tokenizer not in (BYTES, TRAINED, CHAR):
+        sample = next(sample_text(sources, form, options.seed, options.limit), [])
+        texts = [text[:FIT_BYTES] for text in sample[:64]]
+        check_fit(content, options.tokenizer, texts, console.print)
     path = paths.work / (JSON_NAME if content.lstrip()[:1] == b"{" else MODEL_NAME)
     with atomic_write(path) as file:
         file.write(content)
@@ -275,6 +275,8 @@ def _finish(
     manifest, stages = build_manifest(
         options, inputs, sources, summaries, split, facts, tokenizer, tokenizer_path
     )
+    if paths.vocabulary_note.exists():
+        stages["tokenise"]["settings"] |= read_json(paths.vocabulary_note, "work note")
     for name, record in stages.items():
         write_json(paths.final / STAGES_DIR / f"{name}.json", record)
     _publish(paths, manifest)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.data.prepare.kinds import NotTextError, find_kind, is_candidate
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, InputError, counted, nearest
 
 STDLIB = "stdlib"
-KINDS = {
-    ".txt": "text",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl.gz",
-    ".jsonl.zst": "jsonl.zst",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
+_NOT_TEXT = {"__pycache__", "node_modules"}  # folders that are passed over, as hidden ones are
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _RUN_AGAIN = "run the same command again when nothing writes to the text any more; it starts anew"
 _GLOB = frozenset("*?[")
@@ -68,15 +63,20 @@ class WorkRange:
         return WorkRange(value["index"], value["role"], value["num_bytes"], segments, value["limit"])
 
 
-def find_sources(options: PrepareOptions) -> list[SourceFile]:
-    """List all input files, each role's in sorted order; raise DataError where a role has no text."""
+def find_sources(options: PrepareOptions) -> tuple[list[SourceFile], Counter[str]]:
+    """List all input files, each role's in sorted order, and count what folders hold beside them.
+
+    Raises DataError where a role has no text.
+    """
     sources: list[SourceFile] = []
+    passed_over = Counter[str]()
     for role, inputs in (
         ("main", options.inputs),
         ("validation", options.validation),
         ("test", options.test),
     ):
-        found = [source for text in inputs for source in _expand(text, role)]
+        search = _Search(role, options, passed_over)
+        found = [source for text in inputs for source in search.expand(text)]
         unique = {source.path: source for source in found}
         ordered = [unique[path] for path in sorted(unique)]
         if inputs and not any(source.size for source in ordered):
@@ -86,36 +86,97 @@ def find_sources(options: PrepareOptions) -> list[SourceFile]:
             )
         sources += ordered
     _refuse_overlap(sources)
-    return sources
+    return sources, passed_over
 
 
-def _expand(text: str, role: str) -> Iterator[SourceFile]:
-    """Turn one INPUT (file, folder, glob or `stdlib`) into files."""
-    path = Path(text)
-    if text == STDLIB and not path.exists():
-        yield from _stdlib(role)
-    elif path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p) and not _hidden(p, path)]
-        if not found:
+@dataclass(frozen=True)
+class _Search:
+    """Looks for the files of one role; counts what it passes over in folders."""
+
+    role: str
+    options: PrepareOptions
+    passed_over: Counter[str]
+
+    def expand(self, text: str) -> Iterator[SourceFile]:
+        """Turn one INPUT (file, folder, glob or `stdlib`) into files."""
+        path = Path(text)
+        if text == STDLIB and not path.exists():
+            yield from _stdlib(self.role)
+        elif path.is_dir():
+            yield from self._in_folder(path)
+        elif path.exists():
+            yield self._named(path)
+        elif _GLOB & set(text):
+            files = [p for p in map(Path, sorted(glob.glob(text, recursive=True))) if p.is_file()]
+            if not files:
+                raise DataError(
+                    f"no file matches {text}", hint="quote the pattern and check the folder's name"
+                )
+            yield from map(self._named, files)
+        else:
+            _refuse_missing(path)
+
+    def _named(self, path: Path) -> SourceFile:
+        """Describe a file that is taken because it is named; DataError where it holds no text."""
+        return _source(path, self.role, find_kind(path, self.options.text_key))
+
+    def _in_folder(self, folder: Path) -> Iterator[SourceFile]:
+        """Describe the files of a folder that look like text, and count all others by the reason."""
+        taken, passed = 0, Counter[str]()
+        for path in _files_below(folder, passed):
+            if not is_candidate(path, self.options.ext):
+                passed[f"{path.suffix.lower()} files" if path.suffix else "files without a suffix"] += 1
+                continue
+            try:
+                yield _source(path, self.role, find_kind(path, self.options.text_key))
+                taken += 1
+            except NotTextError as error:
+                passed[error.label] += 1
+        self.passed_over.update(passed)
+        if not taken:
+            there = f"; passed over: {in_words(passed)}" if passed else " at all"
             raise DataError(
-                f"folder {text} holds no text files", hint=f"files it may hold: {' '.join(KINDS)}"
+                f"folder {folder} holds no text files{there}",
+                hint="--ext py md takes files by their suffixes; a file that is named is taken whatever it "
+                "is called",
             )
-        yield from (_source(p, role, _kind(p)) for p in found)
-    elif path.exists():
-        yield _source(path, role, _kind(path) or _unknown(path))
-    elif _GLOB & set(text):
-        names = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
-        files = [p for p in names if p.is_file()]
-        if not files:
-            raise DataError(f"no file matches {text}", hint="quote the pattern and check the folder's name")
-        yield from (_source(p, role, _kind(p) or _unknown(p)) for p in files)
-    else:
-        if not path.parent.is_dir():
-            raise InputError(
-                f"there is no file or folder {text}", hint=f"{path.parent} does not exist either"
-            )
-        known = [STDLIB, *(p.name for p in path.parent.iterdir() if p.is_dir() or _kind(p))]
-        raise InputError(f"there is no file or folder {text}", hint=nearest(path.name, known)[:400])
+
+
+def in_words(counts: Counter[str]) -> str:
+    """List what was counted, the most frequent first."""
+    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number:,} {what}" for what, number in most)
+
+
+def _files_below(folder: Path, passed: Counter[str]) -> Iterator[Path]:
+    """Yield the files below a folder; what is hidden, linked, or no file is counted in `passed`."""
+    for place, folders, files in os.walk(folder, onerror=_refuse_unreadable):
+        for name in folders[:]:
+            hidden, linked = name.startswith("."), (Path(place) / name).is_symlink()
+            if hidden or linked or name in _NOT_TEXT:
+                folders.remove(name)
+                kind = "hidden folders" if hidden else "links to folders" if linked else f"{name} folders"
+                passed[kind] += 1
+        for name in files:
+            path = Path(place) / name
+            if name.startswith(".") or not path.is_file():
+                passed["hidden files" if name.startswith(".") else "broken links or devices"] += 1
+            else:
+                yield path
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise InputError(
+        f"folder {error.filename} cannot be read: {error.strerror}", hint="check its permissions"
+    )
+
+
+def _refuse_missing(path: Path) -> None:
+    """Raise an InputError for a path that is not there."""
+    if not path.parent.is_dir():
+        raise InputError(f"there is no file or folder {path}", hint=f"{path.parent} does not exist either")
+    known = [STDLIB, *(p.name for p in path.parent.iterdir() if not p.name.startswith("."))]
+    raise InputError(f"there is no file or folder {path}", hint=nearest(path.name, known)[:400])
 
 
 def _stdlib(role: str) -> Iterator[SourceFile]:
@@ -127,27 +188,8 @@ def _stdlib(role: str) -> Iterator[SourceFile]:
     yield from (_source(p, role, "text") for p in files)
 
 
-def _kind(path: Path) -> str | None:
-    """Tell a file's kind by its name."""
-    name = path.name.lower()
-    return next((kind for ending, kind in KINDS.items() if name.endswith(ending)), None)
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    """Tell whether a file or a folder above it (below `root`) starts with a dot."""
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def _unknown(path: Path) -> str:
-    """Refuse a file whose kind the name does not tell."""
-    raise DataError(
-        f"{path} has a name whose kind is unknown", hint=f"rename it to one of: {' '.join(KINDS)}"
-    )
-
-
-def _source(path: Path, role: str, kind: str | None) -> SourceFile:
+def _source(path: Path, role: str, kind: str) -> SourceFile:
     """Describe one file."""
-    assert kind is not None, path
     try:
         facts = path.stat()
         with path.open("rb"):

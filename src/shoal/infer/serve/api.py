@@ -1,14 +1,16 @@
-"""What a client of `shoal serve` may ask for, and the words of the answers: OpenAI's completions."""
+"""What a client of `shoal serve` may ask for, and the words of the answers, OpenAI's."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any, cast
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
 
 from shoal.errors import InputError
+from shoal.infer import generate
 from shoal.infer.generate import GeneratedRow
 from shoal.infer.load import TextModel
 from shoal.infer.sampling import Sampling
@@ -39,13 +41,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class CompletionRequest(BaseModel):
-    """The body of a request for completions; `top_k` is ours, a greedy choice is temperature 0."""
+class _Wish(BaseModel):
+    """What all requests for text have in common; `top_k` is ours, a greedy choice is temperature 0."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    prompt: Text | Tokens | Annotated[list[Text], _LIST] | Annotated[list[Tokens], _LIST] = ""
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -53,18 +54,15 @@ class CompletionRequest(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_TEXTS)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: int | None = None
-    echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    best_of: int | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: int | bool | None = None
     presence_penalty: float | None = None
-    suffix: str | None = None
 
-    @field_validator(*_NOT_DONE)
+    @field_validator(*_NOT_DONE, check_fields=False)
     @classmethod
     def _is_not_done(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
@@ -80,14 +78,21 @@ class CompletionRequest(BaseModel):
 
     def sampling(self) -> Sampling:
         """Return how tokens are chosen; without a seed, differently each time."""
-        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
-            greedy=temperature == 0.0,
-            temperature=temperature or 1.0,
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=secrets.randbits(63) if self.seed is None else self.seed,
         )
+
+
+class CompletionRequest(_Wish):
+    """The body of a request for completions."""
+
+    prompt: Text | Tokens | Annotated[list[Text], _LIST] | Annotated[list[Tokens], _LIST] = ""
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
 
     def rows(self, loaded: TextModel, capacity: int) -> list[GeneratedRow]:
         """Return a row for each text, samples of a prompt beside each other.
@@ -119,25 +124,73 @@ class CompletionRequest(BaseModel):
         return cast("list[str | list[int]]", [self.prompt] if one_alone else self.prompt)
 
 
+class Part(BaseModel):
+    """A part of a message; only text can be read."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """What somebody said in a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """Return it as chat templates know it: "system" is what OpenAI calls "developer" now."""
+        text = self.content if isinstance(self.content, str) else "".join(one.text for one in self.content)
+        return {"role": self.role.replace("developer", "system"), "content": text}
+
+
+class ChatRequest(_Wish):
+    """The body of a request for the next message of a chat."""
+
+    messages: Annotated[list[Message], _LIST]
+    max_completion_tokens: int | None = Field(None, ge=1)  # the newer name of max_tokens
+
+    def as_completion(self, prompt: list[int], stops: Sequence[str], capacity: int) -> CompletionRequest:
+        """Return the request for a completion that this comes down to, by default of at most 256 tokens."""
+        room = min(generate.DEFAULT_MAX_TOKENS, max(1, capacity - len(prompt)))
+        shared = {name: getattr(self, name) for name in _Wish.model_fields}
+        shared["max_tokens"] = self.max_completion_tokens or self.max_tokens or room
+        return CompletionRequest.model_construct(
+            **{**shared, "stop": [*self.stops, *stops], "prompt": prompt}
+        )
+
+
+class TokenizeRequest(BaseModel):
+    """The body of a request for the tokens of a prompt, as vLLM's servers have it."""
+
+    model: str | None = None
+    prompt: Text
+
+
 class Answer:
     """The words of one answer: its pieces as they come, or all in one."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, chat: bool, stream: bool | None) -> None:
+        self._field = "text" if not chat else "delta" if stream else "message"
+        kind = "text_completion" if not chat else "chat.completion.chunk" if stream else "chat.completion"
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": kind,
             "created": int(time.time()),
             "model": model,
         }
 
+    def choice(self, index: int, text: str, finish: str | None, *, begins: bool = False) -> dict[str, Any]:
+        """Return a text, or a piece of one; `finish` is "stop", "length", or None while there is more.
+
+        What begins a message says whose it is.
+        """
+        message = {**({"role": "assistant"} if begins else {}), "content": text}
+        held = text if self._field == "text" else message
+        return {"index": index, self._field: held, "logprobs": None, "finish_reason": finish}
+
     def body(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
         """Return the JSON object with some choices."""
         return {**self._head, "choices": choices, **({} if usage is None else {"usage": usage})}
-
-
-def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    """Return a text, or a piece of one; `finish` is "stop", "length", or None while there is more."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
 def usage(num_prompt: int, num_completion: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.infer.serve.api import failure
 
+_OPEN = ("/", "/health")  # paths that need no token
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _READ_BYTES = 64 << 20  # of a request that is too large: one that is cut off may not see its answer
 
@@ -69,7 +70,7 @@ class Guard:
         headers = dict(scope["headers"])
         if self._token:
             given = headers.get(b"authorization", b"")
-            if scope["path"] != "/" and not hmac.compare_digest(given, b"Bearer " + self._token):
+            if scope["path"] not in _OPEN and not hmac.compare_digest(given, b"Bearer " + self._token):
                 return 401, "this server asks for its token: Authorization: Bearer TOKEN"
         elif re.sub(rb":\d+$", b"", headers.get(b"host", b"")) not in self._names:
             names = b", ".join(sorted(self._names)).decode()

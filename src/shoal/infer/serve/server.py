@@ -1,4 +1,4 @@
-"""`shoal serve`: OpenAI's completions over HTTP, and a page to try a model on."""
+"""`shoal serve`: OpenAI's completions and chats over HTTP, and a page to try a model on."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ from starlette.types import Receive, Scope, Send
 from shoal.errors import InputError, ShoalError
 from shoal.infer.generate import Engine, GeneratedRow
 from shoal.infer.load import TextModel, load_text_model
-from shoal.infer.serve.api import Answer, CompletionRequest, choice, failure, usage
+from shoal.infer.serve.api import (
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    failure,
+    usage,
+)
 from shoal.infer.serve.batcher import Batcher, BusyError, GoneError, Ticket
+from shoal.infer.serve.chat import Chat
 from shoal.infer.serve.http import Guard, TimedProtocol
 from shoal.infer.text import Writer
 from shoal.models.cache import KVCache
@@ -194,10 +202,15 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
         "max_model_len": batcher.capacity,
     }
     page = files("shoal.infer.serve").joinpath("page.html").read_text()
+    chat = Chat(loaded.tokenizer, loaded.checkpoint)
 
     @app.get("/")
     async def show_page() -> HTMLResponse:
         return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -208,16 +221,32 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
         _check_name(wanted, name)
         return model
 
+    @app.post("/tokenize")
+    async def tokenize(wanted: TokenizeRequest) -> dict[str, Any]:
+        _check_name(wanted.model, name)
+        tokens = await asyncio.to_thread(loaded.tokenizer.encode, wanted.prompt) or [loaded.eod_id]
+        return {"count": len(tokens), "max_model_len": batcher.capacity, "tokens": tokens}
+
     @app.post("/v1/completions")
     async def completions(wanted: CompletionRequest, request: Request) -> Response:
         _check_name(wanted.model, name)
+        return await respond(wanted, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(wanted: ChatRequest, request: Request) -> Response:
+        _check_name(wanted.model, name)
+        prompt = await asyncio.to_thread(chat.tokens, [message.plain() for message in wanted.messages])
+        return await respond(wanted.as_completion(prompt, chat.stops, batcher.capacity), request, chat)
+
+    async def respond(wanted: CompletionRequest, request: Request, chat: Chat | None = None) -> Response:
         rows = await asyncio.to_thread(wanted.rows, loaded, batcher.capacity)
         writers = [Writer(loaded.tokenizer, row.tokens, wanted.stops) for row in rows]
-        answer = Answer(name)
+        answer = Answer(name, chat=chat is not None, stream=wanted.stream)
         echoes = [loaded.tokenizer.decode(list(row.tokens)) for row in rows] if wanted.echo else []
-        made = Texts(batcher, rows, wanted, writers, limits.request_s)
+        made = Texts(batcher, rows, wanted, writers, limits.request_s, chat.end_ids if chat else frozenset())
         if wanted.stream:
-            return EventStream(made, _events(made, wanted, echoes, answer))
+            begins = [""] * len(rows) if chat else echoes
+            return EventStream(made, _events(made, wanted, begins, answer))
         try:
             found = await _unless_gone(request, made.whole())
         finally:
@@ -225,7 +254,9 @@ def build_app(loaded: TextModel, name: str, batcher: Batcher, limits: Limits) ->
         if found is None:
             return Response(status_code=499)  # nobody reads it
         begins = echoes or [""] * len(rows)
-        choices = [choice(n, begins[n] + text, finish) for n, (text, finish) in enumerate(found)]
+        choices = [
+            answer.choice(n, begins[n] + text, finish, begins=True) for n, (text, finish) in enumerate(found)
+        ]
         return JSONResponse(answer.body(choices, made.usage()))
 
     app.add_exception_handler(RequestValidationError, _refuse_body)
@@ -244,8 +275,9 @@ class Texts:
         wanted: CompletionRequest,
         writers: list[Writer],
         limit_s: float,
+        end_ids: frozenset[int] = frozenset(),  # tokens that end a text, beside the end of a document
     ) -> None:
-        self._batcher, self._rows, self._writers = batcher, rows, writers
+        self._batcher, self._rows, self._writers, self._end_ids = batcher, rows, writers, end_ids
         self._queue: asyncio.Queue[tuple[int, int | Exception | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         sampling = wanted.sampling()
@@ -292,9 +324,10 @@ class Texts:
 
     def _take(self, index: int, token: int | None) -> tuple[str, str | None]:
         writer, ticket = self._writers[index], self._tickets[index]
-        if token is None:
+        if token is None or token in self._end_ids:
+            self._batcher.cancel([ticket])
             text = writer.end()
-            whole = self._made[index] == ticket.row.max_tokens and not writer.stopped
+            whole = token is None and self._made[index] == ticket.row.max_tokens and not writer.stopped
             return text, "length" if whole else "stop"
         self._made[index] += 1
         text = writer.push(token)
@@ -326,16 +359,16 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    made: Texts, wanted: CompletionRequest, echoes: list[str], answer: Answer
+    made: Texts, wanted: CompletionRequest, begins: list[str], answer: Answer
 ) -> AsyncGenerator[str, None]:
     def event(body: dict[str, Any]) -> str:
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    for index, text in enumerate(echoes):
-        yield event(answer.body([choice(index, text, None)]))
+    for index, text in enumerate(begins):
+        yield event(answer.body([answer.choice(index, text, None, begins=True)]))
     try:
         async for index, text, finish in made.pieces():
-            yield event(answer.body([choice(index, text, finish)]))
+            yield event(answer.body([answer.choice(index, text, finish)]))
     except ShoalError as error:  # the status has been sent: the stream itself has to tell
         yield event(failure(str(error), "server_error"))
         return

@@ -1,21 +1,26 @@
-"""Classic networks under the trainer of GPTs: replicas agree, runs resume, what cannot work is refused."""
+"""Described networks under the trainer of GPTs: replicas agree, runs resume, what cannot work is refused."""
 
 import functools
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
+from shoal.checkpoint.manifest import step_name
 from shoal.config.load import load_config, validate
-from shoal.data.prepare.examples import RANDOM, prepare_examples
+from shoal.data.prepare.examples import prepare_examples
+from shoal.data.prepare.images import RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
-from shoal.models import classic
+from shoal.networks.description import names, read
 from shoal.parity.command import parity
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
+from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
 from tests.train.conftest import apart
@@ -25,6 +30,23 @@ __all__ = ["apart"]  # a fixture
 
 DIGITS = SHARED / "data" / "mnist"
 NETWORKS = ("fcn-r", "lstm")
+_HIDDEN = '[[layers]]\nkind = "linear"\nout = {}\ngain = 4\n[[layers]]\nkind = "sigmoid"\n'
+_HEAD = '[[layers]]\nkind = "linear"\nout = "classes"\n'
+_IMAGES = "input = [1, 28, 28]\nclasses = 10\n"
+NARROW = _IMAGES + '[[layers]]\nkind = "flatten"\n' + "".join(map(_HIDDEN.format, (48, 32, 16))) + _HEAD
+NORMED = f"""{_IMAGES}
+[[layers]]
+kind = "conv"
+out = 4
+kernel = 3
+stride = 4
+bias = false
+[[layers]]
+kind = "residual"
+body = [{{ kind = "batch_norm" }}, {{ kind = "relu" }}]
+[[layers]]
+kind = "global_avg_pool"
+{_HEAD}"""
 SYNCS = [
     *({"strategy": name} for name in ("central_serial", "central_parallel", "device_sharded", "tree_update")),
     {"strategy": "allreduce", "algorithm": "chunked_ring"},
@@ -36,7 +58,7 @@ def values_of(network, data, **sections):
     values = {name: section for name, section in TINY.items() if name != "model"}
     train = {key: value for key, value in TINY["train"].items() if network == "lstm" or key != "seq_len"}
     return values | {
-        "model": {"network": network},
+        "model": {"network": str(data.get(f"narrow {network}", network))},
         "data": {"datasets": [str(data[network])]},
         "train": train | {"micro_batch_size": 2} | sections.pop("train", {}),
         "eval": {"every": 5, "sequences": 7},
@@ -54,16 +76,10 @@ def prepared(folder, source, **options):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     images = prepared(folder / "images", RANDOM, limit=400, split="8,1,1")
-    return {"fcn-r": images, "lstm": random_dataset(folder / "walk")}
-
-
-def train_narrow(run_dir, values):
-    """Train with FCN-R's layers cut to a hundredth of their size."""
-    widths, classic.WIDTHS = classic.WIDTHS, (48, 32, 16)
-    try:
-        return run_training(run_dir, values)
-    finally:
-        classic.WIDTHS = widths
+    (folder / "narrow.toml").write_text(NARROW)
+    (folder / "normed.toml").write_text(NORMED)
+    narrow = {"narrow fcn-r": folder / "narrow.toml", "narrow normed": folder / "normed.toml"}
+    return narrow | {"fcn-r": images, "normed": images, "lstm": random_dataset(folder / "walk")}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +87,7 @@ def plain(pool, data, tmp_path_factory):
     """Return a function that gives the run of four plain replicas."""
     folder = tmp_path_factory.mktemp("plain")
     return functools.cache(
-        lambda network: pool.run(train_narrow, 4, folder / network, values_of(network, data))[0]
+        lambda network: pool.run(run_training, 4, folder / network, values_of(network, data))[0]
     )
 
 
@@ -83,7 +99,7 @@ def curves(run):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network):
     runs = [
-        pool.run(train_narrow, size, tmp_path / str(size), values_of(network, data))[0] for size in (1, 2, 4)
+        pool.run(run_training, size, tmp_path / str(size), values_of(network, data))[0] for size in (1, 2, 4)
     ]
     one, *others = map(curves, runs)
     for several in others:
@@ -98,7 +114,7 @@ def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: "-".join(sync.values()))
 def test_strategies_of_then_train_as_plain_replicas_do(pool, data, plain, tmp_path, network, sync):
-    ranks = pool.run(train_narrow, 4, tmp_path, values_of(network, data, sync=sync))
+    ranks = pool.run(run_training, 4, tmp_path, values_of(network, data, sync=sync))
     assert all(line["sync_bytes"] > 0 for line in ranks[0]["lines"] if "loss" in line)
     assert not any("sync_bytes" in line for line in plain(network)["lines"])  # the back end's: nobody counts
     for ours, theirs in zip(curves(plain(network))[:3], curves(ranks[0])[:3], strict=True):
@@ -121,23 +137,23 @@ def test_replicas_that_train_apart_agree_on_all_layers(apart, data, tmp_path, ne
 @pytest.mark.parametrize("network", NETWORKS)
 def test_resume_is_bitwise_equal(pool, data, tmp_path, network):
     values = values_of(network, data)
-    whole = pool.run(train_narrow, 2, tmp_path / "whole", values)[0]
+    whole = pool.run(run_training, 2, tmp_path / "whole", values)[0]
     halted = values | {"runtime": values["runtime"] | {"stop_after": 3}}
-    assert not pool.run(train_narrow, 2, tmp_path / "parts", halted)[0]["done"]
-    parts = pool.run(train_narrow, 2, tmp_path / "parts", values)[0]
+    assert not pool.run(run_training, 2, tmp_path / "parts", halted)[0]["done"]
+    parts = pool.run(run_training, 2, tmp_path / "parts", values)[0]
     assert parts["losses"] == whole["losses"]
     for name, weight in whole["weights"].items():
         assert np.array_equal(weight, parts["weights"][name]), name
     if network == "lstm":
         return
-    with pytest.raises(InputError, match="holds the network fcn-r: only decoders write text"):
+    with pytest.raises(InputError, match=r"holds the network .*narrow\.toml: only decoders write text"):
         load_text_model(tmp_path / "parts", "cpu")
 
 
 def test_pictures_are_learnt_and_accuracy_is_the_share_of_right_answers(pool, data, tmp_path):
     train = {"steps": 160, "global_batch_size": 32, "micro_batch_size": 32}
     rest = {"optimizer": {"lr": 1e-2}, "eval": {"every": 0, "sequences": 40}}
-    run = pool.run(train_narrow, 1, tmp_path, values_of("fcn-r", data, train=train, **rest))[0]
+    run = pool.run(run_training, 1, tmp_path, values_of("fcn-r", data, train=train, **rest))[0]
     (test,) = [line for line in run["lines"] if "test_loss" in line]
     right = test["test_accuracy"] * 40
     assert right == pytest.approx(round(right), abs=1e-4)
@@ -161,7 +177,7 @@ def test_fcn_r_learns_digits(pool, tmp_path):
     [
         (
             "fcn-r",
-            {"parallel": {"tp": 2}},
+            {"model": {"network": "fcn-r"}, "parallel": {"tp": 2}},
             "model.network = fcn-r under tp2: tp, pp and zero know how to cut decoders only",
             "use replicas of the whole network, dp2",
         ),
@@ -185,7 +201,7 @@ def test_fcn_r_learns_digits(pool, tmp_path):
         ),
         (
             "fcn-r",
-            {"train": {"seq_len": 32}},
+            {"model": {"network": "fcn-r"}, "train": {"seq_len": 32}},
             "train.seq_len = 32 with model.network = fcn-r, which does not read it",
             "leave it out (train.seq_len = 256)",
         ),
@@ -240,3 +256,56 @@ def test_presets_name_the_networks(data, network):
     assert task.config.model.network == network
     with pytest.raises(InputError, match="parity compares ways to cut a decoder"):
         parity(config, "dp2")
+
+
+def test_each_network_has_a_preset_that_trains_it(data, tmp_path):
+    for network in names():
+        shape = tuple(read(network).input) or None
+        source = (
+            data["lstm"]
+            if shape is None
+            else prepared(tmp_path / network, pictures(tmp_path, network, shape))
+        )
+        config = load_config(network, {"data": {"datasets": (str(source),)}})
+        Request(config, tmp_path).check(1)
+
+
+def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool, data, tmp_path, monkeypatch):
+    file = tmp_path / "net.toml"
+    file.write_text(NARROW)
+    values = values_of("fcn-r", data | {"narrow fcn-r": file})
+    halted = values | {"runtime": values["runtime"] | {"stop_after": 1}}
+    pool.run(run_training, 1, tmp_path / "run", halted)
+    file.write_text(NARROW.replace("sigmoid", "relu"))
+    with pytest.raises(RankError, match="belongs to another run: layers of its network was"):
+        pool.run(run_training, 1, tmp_path / "run", values)
+    monkeypatch.chdir(tmp_path)
+    config = validate(values | {"model": {"network": "net.toml"}}, "test")
+    assert open_task(config).config.model.network == str(file)
+
+
+def pictures(folder, name, shape):
+    """Write three examples of two classes."""
+    rng = np.random.default_rng(0)
+    np.savez(folder / f"{name}.npz", x=rng.normal(size=(30, *shape)).astype(np.float32), y=np.arange(30) % 2)
+    return folder / f"{name}.npz"
+
+
+def test_replicas_normalise_by_their_own_batches_and_save_the_mean_of_their_statistics(pool, data, tmp_path):
+    values = values_of("normed", data)
+    ranks = pool.run(run_training, 2, tmp_path / "whole", values)
+    assert ranks[0]["done"]
+    found = saved_statistics(tmp_path / "whole", 5)
+    assert set(found) == {"1.body.0.running_mean", "1.body.0.running_var"}
+    assert found["1.body.0.running_var"].min() != 1
+    halted = values | {"runtime": values["runtime"] | {"stop_after": 3}}
+    pool.run(run_training, 2, tmp_path / "parts", halted)
+    assert not torch.equal(saved_statistics(tmp_path / "parts", 3)["1.body.0.running_mean"], torch.zeros(4))
+    parts = pool.run(run_training, 2, tmp_path / "parts", values)
+    assert parts[0]["lines"][-1] == ranks[0]["lines"][-1]  # test loss and accuracy, with the statistics
+
+
+def saved_statistics(run, step):
+    """Return the running statistics in a checkpoint."""
+    folder = run / "checkpoints" / step_name(step) / "statistics"
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

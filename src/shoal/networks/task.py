@@ -1,29 +1,33 @@
-"""Classification by a network of fixed form: of labelled examples, or of each next token of a window."""
+"""Training of described networks: classification of labelled examples, or of each next token of a window."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal import scoring
+from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.data.examples import Pair
 from shoal.errors import ConfigError
-from shoal.models.classic import Classic, FullyConnected, Lstm
-from shoal.tasks.examples import ExampleData, open_example_sets
+from shoal.networks.description import Description, Resolved, read
+from shoal.networks.examples import ExampleData, open_example_sets
+from shoal.networks.modules import Network
 from shoal.tasks.feed import Arrays
 from shoal.tasks.task import Data, Rows, Task
 from shoal.tasks.tokens import open_tokens, with_vocabulary
 
 T = TypeVar("T")
+_FOR_TOKENS = ("train.seq_len", "eval.seq_len", "model.vocab_size")
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,18 @@ class MicroBatch:
 
 
 class Classify(Task[T, MicroBatch]):
-    """A classic network that gives each target its class; evaluation also tells how many were right."""
+    """A described network that gives each target its class; evaluation also counts how many were right."""
 
     num_sums = 2
 
-    def __init__(self, config: Config, data: Data[T], make: Callable[[], Classic]) -> None:
+    def __init__(self, config: Config, data: Data[T], resolved: Resolved) -> None:
         super().__init__(config, data)
-        self._make = make
+        self._resolved = resolved
 
     @cached_property
-    def _blueprint(self) -> Classic:
+    def _blueprint(self) -> Network:
         with torch.device("meta"):
-            return self._make()
+            return Network(self._resolved)
 
     @property
     def flops_per_target(self) -> int:
@@ -54,11 +58,11 @@ class Classify(Task[T, MicroBatch]):
 
     @property
     def num_parameters(self) -> int:
-        return sum(weight.numel() for weight in self._blueprint.parameters())
+        return self._resolved.num_parameters
 
-    def parts(self, layers: Sequence[range]) -> list[Classic]:
+    def parts(self, layers: Sequence[range]) -> list[Network]:
         """Make the network."""
-        return [self._make()]
+        return [Network(self._resolved)]
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
         """Make a micro-batch."""
@@ -78,24 +82,40 @@ class Classify(Task[T, MicroBatch]):
         return {"loss": means[0], "accuracy": means[1]}
 
     def facts(self) -> dict[str, Any]:
-        """Return the network's name."""
-        return {"network": self.config.model.network}
+        """Return the network's name, and a digest of its layers."""
+        layers = xxhash.xxh3_64_hexdigest(repr(self._resolved.layers).encode())
+        return {"network": self.config.model.network, "layers": layers}
 
     def model_rows(self) -> Rows:
-        """Say which network it is."""
-        return [("model", self.config.model.network)]
+        """Return the network's title."""
+        return [("model", self._resolved.title or self._resolved.name)]
+
+
+def open_network(config: Config) -> Classify[Any]:
+    """Open the data of a described network, tokens or labelled examples, and work out its sizes."""
+    description = read(config.model.network)
+    if config.model.network.endswith(".toml"):  # a later start may be made in another folder
+        network = str(Path(config.model.network).absolute())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"network": network})})
+    return (ClassifyTokens if description.tokens else ClassifyExamples)(config, description)
 
 
 class ClassifyExamples(Classify[Pair]):
-    """FCN-R on labelled examples, standardised by mean and deviation of the training inputs."""
+    """A network on labelled examples, standardised by mean and deviation of the training inputs."""
 
     data: ExampleData
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, description: Description) -> None:
+        for name, value, default in differences(config, Config()):
+            if name in _FOR_TOKENS:
+                raise ConfigError(
+                    f"{name} = {value} with model.network = {config.model.network}, which does not read it",
+                    hint=f"leave it out ({name} = {default})",
+                )
         data = open_example_sets(config)
         first = data.datasets[0]
-        features = math.prod(first.shape)
-        super().__init__(config, data, lambda: FullyConnected(features, first.num_classes))
+        shape = (1, *first.shape) if len(first.shape) == 2 else tuple(first.shape)  # one channel
+        super().__init__(config, data, description.resolve(shape, first.num_classes))
 
     def arrays(self, data: Pair, samples: NDArray[np.int64] | None = None) -> Arrays:
         """Return inputs as they are kept, and labels."""
@@ -109,9 +129,9 @@ class ClassifyExamples(Classify[Pair]):
 
 
 class ClassifyTokens(Classify[NDArray[np.int64]]):
-    """LSTM on token datasets: the class of each step is the next token."""
+    """A network on token datasets: the class of each step is the next token."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, description: Description) -> None:
         data = open_tokens(config)
         if config.model.vocab_size not in (0, data.vocab_size):
             raise ConfigError(
@@ -120,7 +140,7 @@ class ClassifyTokens(Classify[NDArray[np.int64]]):
             )
         config = with_vocabulary(config, data.vocab_size)
         data = replace(data, config=config)
-        super().__init__(config, data, lambda: Lstm(data.vocab_size))
+        super().__init__(config, data, description.resolve((config.train.seq_len,), data.vocab_size))
 
     def arrays(self, data: NDArray[np.int64], samples: NDArray[np.int64] | None = None) -> Arrays:
         """Return the tokens."""
@@ -135,5 +155,5 @@ class ClassifyTokens(Classify[NDArray[np.int64]]):
         return {"loss": means[0], "perplexity": scoring.perplexity(means[0]), "accuracy": means[1]}
 
     def facts(self) -> dict[str, Any]:
-        """Return the network's name and the vocabulary."""
+        """Return the network's name, a digest of its layers, and the vocabulary."""
         return {**super().facts(), "vocab_size": self.config.model.vocab_size}

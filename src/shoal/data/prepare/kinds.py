@@ -1,0 +1,113 @@
+"""What kind of text a file holds: by its name where that is certain, else by its first bytes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from shoal.errors import DataError, InputError
+
+BY_NAME = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
+    ".jsonl.zst": "jsonl.zst",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+JSON = (".json", ".json.gz", ".json.zst")
+# Taken from a folder without --ext, with the above and names without a suffix. docs/prepare.md lists them.
+TEXT_SUFFIXES = {
+    ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".pyx", ".c", ".h",
+    ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".cuh", ".m", ".rs", ".go", ".java", ".kt", ".scala",
+    ".swift", ".cs", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".pl", ".pm", ".php", ".lua", ".r",
+    ".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".lisp", ".el", ".f90", ".f", ".sh", ".bash",
+    ".ps1", ".sql", ".cmake", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".proto",
+}  # fmt: skip
+BUFFER = 1 << 18
+_LOOK = 8192
+_MAX_LINE = 32 << 20
+_MAX_BLANK = 100
+_PACKED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_PARQUET = b"PAR1"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+class NotTextError(DataError):
+    """A file that holds no text; `label` is what a count of such files calls them."""
+
+    def __init__(self, label: str, message: str, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.label = label
+
+
+def is_candidate(path: Path, ext: tuple[str, ...]) -> bool:
+    """Tell whether a folder's file is looked at, by its name: those of --ext, or text-like ones."""
+    name = path.name.lower()
+    if ext:
+        return name.endswith(tuple(f".{one}" for one in ext))
+    return not path.suffix or path.suffix.lower() in TEXT_SUFFIXES or name.endswith((*BY_NAME, *JSON))
+
+
+def find_kind(path: Path, text_key: str) -> str:
+    """Return the kind of a file; a NotTextError says what it is instead of text."""
+    name = path.name.lower()
+    known = next((kind for ending, kind in BY_NAME.items() if name.endswith(ending)), None)
+    if known:
+        return known
+    is_json = name.endswith(JSON)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_LOOK)
+            packed = next((ending for magic, ending in _PACKED.items() if head.startswith(magic)), "")
+            looked_at = packed or is_json or not path.suffix
+            if looked_at and _is_json_lines(file, packed, text_key):
+                return f"jsonl{packed}"
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
+    if head.startswith(_PARQUET):
+        return "parquet"
+    if packed:
+        message = f"{path} is compressed and holds no JSON lines with the key {text_key!r}"
+        raise NotTextError("compressed files", message, "decompress it first")
+    if is_json:
+        raise NotTextError(
+            "JSON files that are not JSON lines",
+            f"{path} is not JSON lines: one object a line, with the text under {text_key!r}",
+            f"make lines of an array with jq -c '.[]' {path.name} > {path.stem}.jsonl; name another key with "
+            "--text-key; a copy that ends in .txt is taken as plain text",
+        )
+    if (zero := head.find(b"\0")) >= 0:
+        like = " (it looks like UTF-16)" if head.startswith(_UTF16) else ""
+        message = f"{path} is a binary file: byte {zero} is zero{like}"
+        raise NotTextError("binary files", message, "convert it to UTF-8 text first, or leave it out")
+    return "text"
+
+
+def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
+    """Return the stream of plain bytes behind a file whose kind ends in .gz or .zst, or the file itself."""
+    if kind.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER)
+    if kind.endswith(".zst"):
+        return io.BufferedReader(pa.input_stream(raw, compression="zstd"), BUFFER)
+    return raw
+
+
+def _is_json_lines(raw: BinaryIO, packed: str, text_key: str) -> bool:
+    """Tell whether the first line is a whole JSON object, one with the text or the first of several."""
+    raw.seek(0)
+    try:
+        file = decompressed(raw, packed)
+        lines = (file.readline(_MAX_LINE) for _ in range(_MAX_BLANK))
+        first = json.loads(next(filter(bytes.strip, lines), b"").decode("utf-8-sig"))
+        return isinstance(first, dict) and (text_key in first or file.read(_LOOK).lstrip()[:1] == b"{")
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return False

@@ -1,0 +1,203 @@
+"""`shoal bench networks`: the clock, what a row must agree with, and what a failing framework costs."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.bench import networks
+from shoal.bench.frameworks import harness
+from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
+from shoal.errors import InputError
+from shoal.networks.description import names, read
+from shoal.networks.modules import Network
+
+TINY = """
+input = [2, 6, 6]
+classes = 3
+[[layers]]
+kind = "conv"
+out = 4
+kernel = 3
+padding = 1
+bias = false
+[[layers]]
+kind = "residual"
+body = [{ kind = "batch_norm" }, { kind = "relu" }]
+[[layers]]
+kind = "max_pool"
+kernel = 2
+stride = 2
+[[layers]]
+kind = "flatten"
+[[layers]]
+kind = "linear"
+out = "classes"
+"""
+CELL = Cell("net", "pytorch", "default", 4, 1)
+
+
+class Fake:
+    """A framework whose steps take 2 s of a clock that it turns itself, when asked for or when waited for."""
+
+    def __init__(self, *, waits):
+        self.now, self.asked, self.waits = 0.0, 0, waits
+
+    def step(self, batch):
+        self.asked += 1
+        return batch
+
+    def wait(self):
+        if self.waits:
+            self.now, self.asked = self.now + 2 * self.asked, 0
+
+    def read(self, loss):
+        self.now, self.asked = self.now + 2 * self.asked, 0
+        return float(loss)
+
+
+def test_samples_are_the_seconds_of_each_step_after_the_warm_up():
+    fake = Fake(waits=True)
+    samples, total, losses = harness.timed(fake, [1, 2, 3], warmup=2, steps=5, clock=lambda: fake.now)
+    assert samples == [2.0] * 5
+    assert total == 10.0
+    assert losses == [1, 2, 3, 1, 2, 3, 1]
+
+
+def row(**changed):
+    facts = {"parameters": 8, "loss": 1.0, "gradient_norm": 2.0, "samples": [1.0, 1.0], "total_s": 2.0}
+    return Row(CELL, "done", **{**facts, **changed})
+
+
+def test_a_loop_that_does_not_wait_for_its_device_is_rejected():
+    fake = Fake(waits=False)
+    samples, total, _ = harness.timed(fake, [1], warmup=1, steps=2, clock=lambda: fake.now)
+    samples = [sample + 0.01 for sample in samples]  # asking takes time, too
+    found = judged(row(samples=samples, total_s=total), SimpleNamespace(num_parameters=8), None, 2)
+    assert found.status == "rejected"
+    assert "its steps end before they are computed" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"parameters": 9}, "9 parameters, and the description has 8"),
+        ({"loss": 1.002}, "loss 1.002 on the same weights and samples, pytorch has 1"),
+        ({"gradient_norm": float("nan")}, "gradient_norm nan"),
+        ({"samples": [1.0]}, "1 samples of 2 steps"),
+        ({"samples": [2.0, 0.0]}, "the shortest 0 s"),
+        ({"total_s": 1.5}, "the steps take 2 s together, and 1.5 s"),
+    ],
+)
+def test_a_row_that_computes_something_else_or_does_not_add_up_is_rejected(changed, reason):
+    resolved = SimpleNamespace(num_parameters=8)
+    assert judged(row(loss=1.0005), resolved, row(), 2).status == "done"
+    found = judged(row(**changed), resolved, row(), 2)
+    assert (found.status, reason in found.reason) == ("rejected", True)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "status", "reason"),
+    [
+        ('{"event": "error", "error": "ImportError: no jax"}', "", 1, "ImportError: no jax"),
+        ("", "Fatal Python error\nSegmentation fault", -11, "status -11: Segmentation fault"),
+        ("[1]\nnoise\n{}", "", 0, "status 0: it printed nothing"),
+    ],
+)
+def test_a_framework_that_fails_costs_its_row_with_the_reason(stdout, stderr, status, reason):
+    found = parse(CELL, stdout, stderr, status)
+    assert (found.status, found.reason) == ("failed", reason)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return NetworksOptions(
+        (str(tmp_path / "tiny.toml"),), modes=("default",), batch_sizes=(4,), threads=(1,), steps=3, warmup=1
+    )
+
+
+def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(tiny, tmp_path, monkeypatch):
+    rows = []
+    measure(tiny, [], rows.append)
+    (one,) = rows
+    assert one.status == "done", one.reason
+    resolved = read(tiny.networks[0]).resolve()
+    files = networks.write_inputs(resolved, 4, tmp_path)
+    weights, data = (dict(np.load(files[name])) for name in ("weights", "data"))
+    network = Network(resolved)
+    network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    inputs, targets = (torch.from_numpy(data[name][:4]) for name in ("inputs", "targets"))
+    loss = torch.nn.functional.cross_entropy(network(inputs), targets)
+    loss.backward()
+    norm = torch.stack([weight.grad.norm() for weight in network.parameters()]).norm()
+    assert one.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert one.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert len(one.losses) == 4
+    assert one.losses[0] == pytest.approx(one.loss, rel=1e-5)  # the first step begins at the same weights
+    assert one.versions["torch"] == torch.__version__
+
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    again = []
+    measure(
+        replace(tiny, batch_sizes=(4, 8), pythons={"pytorch": str(hangs)}, limit_s=0.2), rows, again.append
+    )
+    assert [(found.cell.batch, found.status, found.reason) for found in again] == [
+        (8, "failed", "no end within 0.2 s")
+    ]
+
+
+def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "record.json"
+    measured = []
+    monkeypatch.setattr(
+        networks, "run_adapter", lambda cell, *_: measured.append(cell) or made_up(cell, tiny)
+    )
+    assert command(tiny, output, listing=False) == 0
+    assert command(replace(tiny, batch_sizes=(4, 8)), output, listing=False) == 0
+    assert [cell.batch for cell in measured] == [4, 8]
+    held = json.loads(output.read_text())
+    assert (held["name"], [one["cell"]["batch"] for one in held["rows"]]) == ("networks", [4, 8])
+    with pytest.raises(InputError, match="is the record of other measurements"):
+        command(replace(tiny, steps=4), output, listing=False)
+    output.write_text('{"name": "networks", "options": {"steps": 3, "warmup": 1}, "rows": [1]}')
+    with pytest.raises(InputError, match="is not a record of shoal bench networks"):
+        command(tiny, output, listing=False)
+
+
+def made_up(cell, options):
+    parameters, steps = read(cell.network).resolve().num_parameters, options.steps
+    return replace(row(parameters=parameters, samples=[1.0] * steps, total_s=float(steps)), cell=cell)
+
+
+def test_the_list_names_each_network_with_its_size(capsys):
+    assert command(NetworksOptions(()), None, listing=True) == 0
+    shown = capsys.readouterr().out
+    for name in names():
+        assert f"{read(name).resolve().num_parameters:,}" in shown
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"frameworks": ("pytorhc",)}, "unknown framework 'pytorhc'"),
+        ({"pythons": {"tensorflow2": "x"}}, "unknown framework 'tensorflow2'"),
+        ({"modes": ("fast",)}, "unknown mode 'fast'"),
+        ({"batch_sizes": (0,)}, "must be above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first_row(tiny, changed, message):
+    with pytest.raises(InputError, match=message):
+        command(replace(tiny, **changed), None, listing=False)
+
+
+def test_adapters_import_nothing_of_shoal():
+    for file in (networks._ADAPTERS).glob("*.py"):
+        assert "import shoal" not in file.read_text()
+        assert "from shoal" not in file.read_text()

@@ -1,0 +1,96 @@
+"""Described networks as PyTorch modules: their exact size, what goes in and comes out, initial weights."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.models.init import initialise
+from shoal.networks.description import names, parse, read
+from shoal.networks.modules import Network
+
+NORMED = """
+input = [3, 8, 8]
+classes = 4
+[[layers]]
+kind = "conv"
+out = 6
+kernel = 3
+bias = false
+[[layers]]
+kind = "batch_norm"
+[[layers]]
+kind = "global_avg_pool"
+[[layers]]
+kind = "linear"
+out = "classes"
+"""
+
+
+def on_meta(name, *sizes):
+    with torch.device("meta"):
+        return Network(read(name).resolve(*sizes))
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_module_has_the_parameters_and_operations_of_its_description(name):
+    network, resolved = on_meta(name), read(name).resolve()
+    assert sum(weight.numel() for weight in network.parameters()) == resolved.num_parameters
+    products = FlopCounterMode(display=False)
+    inputs = torch.empty(2, *resolved.input, device="meta")
+    with products:
+        logits = network(inputs.long() if resolved.is_tokens else inputs)
+    assert logits.shape == ((2, 32, 10_000) if resolved.is_tokens else (2, resolved.classes))
+    if name != "lstm":  # torch counts nothing inside an LSTM
+        assert products.get_total_flops() == 2 * 2 * resolved.multiply_adds
+    assert network.flops_per_target == 6 * resolved.multiply_adds // resolved.targets
+    assert len(network(**network.smallest_call(torch.device("meta")))) == 1
+
+
+def test_operations_are_six_for_each_number_of_a_matrix():
+    assert on_meta("fcn-r").flops_per_target == 6 * 14_198_784
+    assert on_meta("lstm").flops_per_target == 6 * (2 * 4 * 256 * 512 + 256 * 10_000)
+
+
+def test_initial_weights_are_a_function_of_seed_and_name():
+    torch.manual_seed(1)
+    one, two, other = (Network(read("lstm").resolve((32,), ids)) for ids in (50, 70, 50))
+    for network, seed in ((one, 3), (two, 3), (other, 4)):
+        initialise(network, seed)
+    assert torch.equal(one.lstm.weight_hh_l1, two.lstm.weight_hh_l1)
+    assert torch.equal(one.embed.weight, two.embed.weight[:50])
+    assert not torch.equal(one.lstm.weight_hh_l1, other.lstm.weight_hh_l1)
+    assert not one.lstm.bias_ih_l0.any()
+    network = Network(read("fcn-r").resolve((300,), 10))
+    initialise(network, 3)
+    first = network.get_submodule("hidden.0")
+    assert first.weight.std().item() == pytest.approx(4 * (2 / 2348) ** 0.5, rel=0.01)
+    assert network.head.weight.std().item() == pytest.approx((2 / 1034) ** 0.5, rel=0.05)
+
+
+def test_convolutions_begin_as_he_and_others_have_it_and_statistics_as_before_training():
+    with torch.device("meta"):
+        network = Network(read("resnet-56").resolve())
+    network.to_empty(device="cpu")
+    initialise(network, 1)
+    name = next(name for name, weight in network.named_parameters() if weight.shape == (64, 64, 3, 3))
+    weight = network.get_parameter(name)
+    assert weight.std().item() == pytest.approx((2 / 576) ** 0.5, rel=0.02)
+    assert not torch.equal(weight[0, 0], weight[0, 1])
+    statistics = network.running_statistics()
+    assert {bool((tensor == float("var" in name)).all()) for name, tensor in statistics.items()} == {True}
+    assert len(statistics) == 2 * 55
+
+
+def test_running_statistics_follow_training_and_are_what_evaluation_uses():
+    network = Network(parse(NORMED, "test").resolve())
+    initialise(network, 1)
+    torch.manual_seed(0)
+    images = 5 + torch.randn(16, 3, 8, 8)
+    network(images)
+    mean, variance = network.running_statistics().values()  # those of the one normalisation
+    x = network.get_submodule("0")(images)
+    torch.testing.assert_close(mean, 0.1 * x.mean((0, 2, 3)))
+    torch.testing.assert_close(variance, 0.9 + 0.1 * x.var((0, 2, 3)))
+    before = network.eval()(images)
+    mean += 1
+    assert not torch.allclose(network(images), before)
