@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, Group
 from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
 from cyclopts.help import (
     ColumnSpec,
@@ -24,6 +24,9 @@ from cyclopts.help import (
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
+CHECK = Group("Check and measure", sort_key=3)
+COMMANDS = Group.create_default_commands()
+OPTIONS = Group.create_default_parameters("Options")
 HELP_FLAGS = ("--help", "-h", "--help-all")  # of the commands that take settings
 SETTINGS = "Settings"
 RUN_DIR = ("--run-dir", "-o")
@@ -150,5 +153,5 @@ def _without_noise(entry: HelpEntry) -> HelpEntry:
     default = entry.default or ""
     if default.startswith("("):
         default = re.sub(r"[(),']", "", default)  # a tuple, as it is typed
-    told = default in ("", '""') or "default: " in _markup(entry).lower()
+    told = default in ("", '""') or re.search(r"\(default: |Default: ", _markup(entry))
     return entry.copy(default=None if told else default)

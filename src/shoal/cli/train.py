@@ -86,23 +86,23 @@ def train(
     stop_after
         Step after which to save and exit with status 75; the schedule stays that of the full run.
     verbose
-        Print the whole summary, and with each log line phase times, memory and figures by rank.
+        Print the whole summary, and phase times, memory and figures by rank with each log line.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, {"steps": steps, "lr": lr, "batch_size": batch_size, "seq_len": seq_len})
-    words = _lay_out(overrides, layout)
-    resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
+    words, resolved = (
+        _lay_out(overrides, layout),
+        load_config(config, overrides),
+    )  # mistakes come before torch
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    if run_dir is None:
-        names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
-        run_dir = Path("runs") / "-".join(names)
-    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words, verbose=verbose)
+    run_dir = (run_dir or _named_after(config, resolved)).absolute()
+    request = Request(resolved, run_dir, init, init_optimizer, words, verbose=verbose)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -208,6 +208,12 @@ def _load(workers: int, *, launching: bool) -> None:
     if launching and read_rank_info() is None and (group is None or group.size > 1):
         load()
     keep_memory()
+
+
+def _named_after(config: str, resolved: Config) -> Path:
+    """Return the folder of a run that has no --run-dir."""
+    names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
+    return Path("runs") / "-".join(names)
 
 
 def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:
