@@ -179,7 +179,7 @@ def test_gather_makes_a_part_whole(apart: Path, capsys):
     assert same(
         tensors, {name.removeprefix("model."): t for name, t in full_tensors(20).items() if "model." in name}
     )
-    assert "from 1 host added; it is whole" in capsys.readouterr().out
+    assert ": complete, with the files of " in capsys.readouterr().out
 
 
 def test_a_file_of_another_host_comes_with_a_folder_that_this_host_has_nothing_in(tmp_path: Path):

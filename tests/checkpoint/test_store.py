@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,16 @@ def test_a_disk_error_of_the_library_has_the_systems_number(tmp_path: Path, monk
     with pytest.raises(OSError, match=re.escape(words)) as caught:
         tensor_files.write_file(tmp_path / "x", {})
     assert caught.value.errno == number
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_a_tensor_file_can_be_read_by_whom_the_umask_allows(tmp_path: Path, mask: int, mode: int):
+    before = os.umask(mask)
+    try:
+        tensor_files.write_file(tmp_path / "x", {"a": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == mode
 
 
 def test_a_store_keeps_every_nth_step_whole_unless_it_is_told_otherwise(pool: Pool, tmp_path: Path):

@@ -315,7 +315,10 @@ def test_config_prints_every_setting_with_its_documentation_and_loads_back(sourc
 
 def test_config_tells_the_default_of_what_a_preset_sets(capsys):
     config("tiny")
-    assert "# Number of transformer blocks. Default: 12.\nn_layers = 4\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "# Number of transformer blocks. Default: 12.\nn_layers = 4\n" in printed
+    assert 'Values: adamw, sgd, muon. Default: "adamw".\nname = "adamw"\n' in printed.replace("\n# ", " ")
+    assert "unset means warmup_fraction.\n# warmup_steps =\n" in printed
 
 
 def test_config_takes_a_file(tmp_path, capsys):

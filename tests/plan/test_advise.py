@@ -75,8 +75,8 @@ def test_advice_gives_the_reason_for_an_exact_strategy_that_is_not_the_fastest()
         Prediction("diloco", False, step_s=2.0, relative=1.8),
     ]
     assert advice(rows).startswith(
-        "Use allreduce: 1.1 s. tree_update is faster (1 s), but by less than the 20% that a prediction may be "
-        "off. Slower than"
+        "Use allreduce: 1.1 s. tree_update is faster (1 s), but by less than the 20% that a prediction may "
+        "be off. Slower than"
     )
 
 

@@ -351,6 +351,7 @@ def test_a_port_in_use_is_said(data, tmp_path):
         ),
         (["--init", "nowhere"], "--init nowhere does not exist"),
         (["--runtime.device", "cuda"], "torch sees no CUDA device here"),
+        (["--runtime.device", "cuda", "--nproc", "2"], "torch sees no CUDA device here"),
         (["--model.n_layrs", "5"], "Did you mean --model.n-layers?"),
     ],
 )
@@ -359,10 +360,11 @@ def test_bad_input_gets_a_sentence_and_status_2(data, tmp_path, arguments, words
         pytest.skip("this machine has a CUDA device")
     if arguments[0] == "--data":
         data, arguments = arguments[1], []
-    done = commands.run(*arguments_of(data, tmp_path, *arguments))
+    done = commands.run(*arguments_of(data, tmp_path / "run", *arguments))
     assert done.returncode == 2
     assert words in re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()  # nothing is left behind
 
 
 def test_a_folder_that_cannot_be_written_is_said(data, tmp_path):

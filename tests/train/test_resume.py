@@ -1,6 +1,7 @@
 """A run that was stopped goes on as if it had not been."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -107,7 +108,32 @@ def test_a_changed_model_or_data_order_is_refused_by_name(pool, data, tmp_path, 
     pool.run(run_training, 1, tmp_path, tiny_config(data))
     with pytest.raises(AssertionError, match=named) as caught:
         pool.run(run_training, 1, tmp_path, tiny_config(data, **change))
-    assert "--init" in str(caught.value)
+    other_shape = "model" in change
+    assert ("--init" in str(caught.value)) == (not other_shape)
+    if not other_shape:  # the hint is one that helps
+        checkpoint = tmp_path / "checkpoints/step-00000005"
+        pool.run(run_child, 1, tmp_path / "new", tiny_config(data, **change), checkpoint, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"n_layers": 3}, "model.n_layers is 2 there, 3 here"),
+        (
+            {"max_seq_len": 32, "d_ff": 48},
+            "model.d_ff is 128 there, 48 here; model.max_seq_len is 16 there",
+        ),
+    ],
+)
+def test_init_from_another_shape_is_refused_by_setting_with_those_that_fit(
+    pool, data, tmp_path, model, named
+):
+    pool.run(run_training, 1, tmp_path / "first", tiny_config(data))
+    with pytest.raises(AssertionError, match=named) as caught:
+        pool.run(run_child, 1, tmp_path / "new", tiny_config(data, model=model), tmp_path / "first", False)
+    theirs = dict(re.findall(r"model\.(\w+) = (\d+)", str(caught.value).partition("hint: ")[2]))
+    fitting = tiny_config(data, model=model | {name: int(value) for name, value in theirs.items()})
+    assert pool.run(run_child, 1, tmp_path / "new", fitting, tmp_path / "first", False)[0]["done"]
 
 
 def test_changed_data_is_refused_with_both_fingerprints(pool, data, tmp_path):

@@ -152,7 +152,10 @@ def _dcp(
 def write_file(path: Path, tensors: Tensors) -> None:
     """Write whole tensors as one safetensors file; an OSError says what the disk said."""
     try:
+        path.touch()
+        mode = path.stat().st_mode  # by the umask; safetensors makes files for their owner alone
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:  # holds the system's words, and no number
         full = "No space left" in str(error) or "os error 28" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error

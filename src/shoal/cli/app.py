@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from shoal.cli.help import HELP_FLAGS, SHORT, HelpPage, usage_error
+from shoal.cli.bench import bench
+from shoal.cli.help import CHECK, COMMANDS, HELP_FLAGS, OPTIONS, SHORT, HelpPage, usage_error
 from shoal.cli.models import evaluate, export, generate, import_, serve
 from shoal.cli.setup import completion, config
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
@@ -18,9 +19,7 @@ from shoal.runtime.startup import loading
 
 _DATA = Group("Prepare and train", sort_key=1)
 _MODEL = Group("Use a model", sort_key=2)
-_CHECK = Group("Check and measure", sort_key=3)
 _OTHER = Group("Other", sort_key=4)
-_COMMANDS = Group.create_default_commands()
 
 app = App(
     name="shoal",
@@ -28,7 +27,7 @@ app = App(
     version_flags=["--version"],
     help_formatter=HelpPage(),
     group_commands=_OTHER,
-    group_parameters=Group.create_default_parameters("Options"),
+    group_parameters=OPTIONS,
     default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
     suppress_keyboard_interrupt=False,  # __main__ says what stopped a command
 )
@@ -49,7 +48,7 @@ app.command(
 app.command(
     "shoal.cli.train:parity",
     name="parity",
-    group=_CHECK,
+    group=CHECK,
     help_flags=HELP_FLAGS,
     help="Compare training under several layouts with one process, tensor by tensor.\n\n"
     "Each difference is compared with the rounding error, which is measured by summing in another order. "
@@ -60,7 +59,7 @@ app.command(
 app.command(
     "shoal.cli.train:advise",
     name="advise",
-    group=_CHECK,
+    group=CHECK,
     help_flags=HELP_FLAGS,
     help="Recommend a synchronisation strategy for a link, from measurements.\n\n"
     "Measures the link, the step of one replica and the computation of each strategy. The predicted step "
@@ -81,7 +80,7 @@ app.command(import_, name="import", group=_MODEL)
 app.command(completion)
 
 
-@app.command(group=_CHECK)
+@app.command(group=CHECK)
 def doctor(
     *,
     json: Path | None = None,
@@ -153,7 +152,7 @@ def prepare(
         Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code of this Python's
         standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or x_train, y_train,
         x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version, `sklearn-digits`, or
-        `random-images`.
+        `random-images` (generated, for timing).
     output
         Dataset folder to create, or to continue.
     ext
@@ -200,7 +199,7 @@ def prepare(
 checkpoint = App(
     name="checkpoint",
     group=_MODEL,
-    group_commands=_COMMANDS,
+    group_commands=COMMANDS,
     help="List, verify, remove or gather checkpoints.",
 )
 app.command(checkpoint)
@@ -280,7 +279,7 @@ def gather(path: Path, folders: tuple[Path, ...], /) -> int:
     return gather_parts(path, folders)
 
 
-dataset = App(name="dataset", group=_DATA, group_commands=_COMMANDS, help="List, verify or show datasets.")
+dataset = App(name="dataset", group=_DATA, group_commands=COMMANDS, help="List, verify or show datasets.")
 app.command(dataset)
 
 
@@ -350,198 +349,7 @@ def show_dataset(
     return run(path, doc, split, json)
 
 
-bench = App(
-    name="bench",
-    group=_CHECK,
-    group_commands=_COMMANDS,
-    help="Benchmark collectives and synchronisation strategies.",
-)
 app.command(bench)
-
-
-@bench.command
-def collectives(
-    *,
-    nproc: int = 0,
-    transport: Literal["torch", "mpi"] = "torch",
-    algorithms: tuple[str, ...] = (),
-    sizes: tuple[str, str] = ("1KB", "256MB"),
-    dtype: Literal["float32", "float64", "float16", "bfloat16", "int32", "int64"] = "float32",
-    json: Path | None = None,
-    plot: Path | None = None,
-) -> int:
-    """Benchmark all-reduce algorithms by size, check their results, and fit latency and bandwidth.
-
-    The columns are those of nccl-tests. algbw: size / time. busbw: algbw x 2(n-1)/n, which can be compared
-    with the bandwidth of the link. #wrong: elements that differ from the exact sum.
-
-    Example: shoal bench collectives --nproc 4 --sizes 64KB 64MB --plot collectives.png
-
-    Example: mpirun -n 4 shoal bench collectives --transport mpi
-
-    Parameters
-    ----------
-    nproc
-        Number of processes on this host (default: 2). Under torchrun or srun, its ranks on all hosts.
-    transport
-        torch: gloo between CPUs, NCCL between GPUs. mpi: MPI between the ranks that mpirun has started.
-    algorithms
-        Algorithms: ring (whole tensors, for teaching), chunked_ring, tree, halving_doubling, hierarchical
-        (between several hosts), backend (all-reduce of gloo, NCCL or MPI). Default: all.
-    sizes
-        Smallest and largest tensor in bytes; sizes grow by a factor of four.
-    dtype
-        Data type of the elements.
-    json
-        JSON file for the table.
-    plot
-        PNG file for a plot of time over size.
-    """
-    with loading():
-        from shoal.bench.collectives import command
-
-    return command(nproc, transport, algorithms, sizes, dtype, json, plot)
-
-
-@bench.command
-def frameworks(*, install: tuple[str, ...] = (), uninstall: tuple[str, ...] = ()) -> int:
-    """List, install or remove the frameworks that `shoal bench networks` compares with PyTorch.
-
-    Each framework gets an environment of its own below ~/.cache/shoal/frameworks, with pinned versions.
-
-    Example: shoal bench frameworks --install jax
-
-    Parameters
-    ----------
-    install
-        Frameworks to install.
-    uninstall
-        Frameworks whose environments to remove.
-    """
-    from shoal.bench.environments import command
-
-    return command(install, uninstall)
-
-
-@bench.command
-def networks(
-    names: Annotated[tuple[str, ...], Parameter(name="NETWORK", negative=())] = (),
-    /,
-    *,
-    frameworks: tuple[str, ...] = ("pytorch",),
-    modes: tuple[str, ...] = ("default", "tuned"),
-    batch_sizes: tuple[int, ...] = (64,),
-    threads: tuple[int, ...] = (),
-    steps: int = 20,
-    warmup: int = 5,
-    limit: float = 600.0,
-    python: tuple[str, ...] = (),
-    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
-    listing: Annotated[bool, Parameter(name="--list")] = False,
-) -> int:
-    """Benchmark a training step of classic networks in frameworks that are shown to compute the same.
-
-    Each row is a process of its own. Its parameters, loss and gradient norm on the same weights and samples
-    are compared with PyTorch's before its times count. All frameworks train with SGD on the same random data.
-
-    Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
-
-    Example: shoal bench networks --list
-
-    Example: shoal bench networks fcn-r alexnet-r --batch-sizes 128 1024 --threads 1 2 --output networks.json
-
-    Parameters
-    ----------
-    names
-        Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
-    frameworks
-        Frameworks: pytorch, jax (`shoal bench frameworks` installs it).
-    modes
-        default: settings of the framework as installed. tuned: with its compiler.
-    batch_sizes
-        Samples per step.
-    threads
-        Numbers of threads (default: one per physical core).
-    steps
-        Steps that are timed, after the warm-up.
-    warmup
-        First steps that are not timed.
-    limit
-        Seconds after which a row is given up.
-    python
-        Python with a framework, as NAME=PATH (default: the one that runs Shoal).
-    output
-        JSON file for all samples with machine and versions, updated after each row. The same command
-        continues it.
-    listing
-        List the networks with their parameters and multiply-adds, and exit.
-    """
-    with loading():
-        from shoal.bench.networks import NetworksOptions, command
-
-    given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
-    pythons = dict(pair.partition("=")[::2] for pair in python)
-    options = NetworksOptions(given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons)
-    return command(options, output, listing=listing)
-
-
-@bench.command
-def gradsync(
-    *,
-    strategies: tuple[str, ...] = (),
-    workers: tuple[int, ...] = (1, 2, 4),
-    networks: tuple[str, ...] = ("fcn-r", "lstm", "gpt"),
-    link: tuple[str, ...] = ("local",),
-    steps: int = 40,
-    global_batch_size: int = 0,
-    data: tuple[Path, ...] = (),
-    runs: Path | None = None,
-    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
-    plot: Path | None = None,
-) -> int:
-    """Benchmark training with each synchronisation strategy: step time, bytes sent, waiting time, loss.
-
-    Each row is a separate `shoal train` with the same initial weights, data order and global batch size.
-    Times are medians; the first steps and a strategy's warm-up are excluded from times and bytes. The
-    validation loss is reported after all steps, and after the time that the fastest strategy took.
-    Unsupported combinations are listed with the reason.
-
-    Exit status: 0 done, 1 a training failed, 2 bad input.
-
-    Example: shoal bench gradsync --networks gpt --workers 2 --strategies allreduce onebit diloco:every=20
-
-    Example: shoal bench gradsync --link local 100mbit --output gradsync.json --plot gradsync.png   (as root)
-
-    Parameters
-    ----------
-    strategies
-        Values of sync.strategy, optionally with settings: powersgd:rank=2, diloco:every=50,int8=true
-        (default: all). By default, warmup_steps is a tenth of the steps; every is a quarter, at most 100.
-    workers
-        Numbers of processes. One process trains without a strategy, for comparison.
-    networks
-        fcn-r (14M parameters), lstm (2M), gpt (1M; the preset tiny).
-    link
-        Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
-        bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
-    steps
-        Optimiser steps per training.
-    global_batch_size
-        Sequences per step over all workers (default: 128, 64 and 16 for the three networks).
-    data
-        One dataset for all networks, or one per network in their order (default: small generated ones).
-    runs
-        Folder for the run folders; the same command resumes there.
-    output
-        JSON file for the results with machine, versions and all samples, updated after each training.
-    plot
-        PNG file for a plot of loss over step time, with bytes as area.
-    """
-    with loading():
-        from shoal.bench.gradsync import GridOptions, command
-
-    options = GridOptions(strategies, workers, networks, link, steps, global_batch_size, data, runs)
-    return command(options, output, plot)
 
 
 @app.command(group=_DATA)

@@ -24,15 +24,7 @@ from shoal.checkpoint.manifest import (
     step_of,
     verify,
 )
-from shoal.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    CheckpointError,
-    InputError,
-    ShoalError,
-    UnreadableError,
-    counted,
-)
+from shoal.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, InputError, ShoalError, UnreadableError
 from shoal.runtime.files import alone_in, reading, write_json, write_text
 
 _SET_ASIDE = re.compile(r"bad-step-\d{8,12}(-\d+)?")
@@ -160,8 +152,7 @@ def gather_parts(path: Path, folders: tuple[Path, ...]) -> int:
         commit.adopt(checkpoint, name, source / name)
     whole = replace(manifest, files=manifest.files | wanted, elsewhere={})
     write_text(checkpoint / MANIFEST, whole.to_json())
-    added, hosts = counted(len(wanted), "file"), counted(len(manifest.elsewhere), "host")
-    print(f"{checkpoint}: {added} from {hosts} added; it is whole")
+    print(f"{checkpoint}: complete, with the files of {', '.join(manifest.elsewhere)}")
     return EXIT_DONE
 
 

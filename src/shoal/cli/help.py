@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, Group
 from cyclopts.exceptions import RepeatArgumentError, UnknownOptionError
 from cyclopts.help import (
     ColumnSpec,
@@ -24,6 +24,9 @@ from cyclopts.help import (
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
+CHECK = Group("Check and measure", sort_key=3)
+COMMANDS = Group.create_default_commands()
+OPTIONS = Group.create_default_parameters("Options")
 HELP_FLAGS = ("--help", "-h", "--help-all")  # of the commands that take settings
 SETTINGS = "Settings"
 RUN_DIR = ("--run-dir", "-o")
@@ -44,21 +47,16 @@ _MAIN = {
     "checkpoint": ("every", "keep-last"),
     "runtime": ("device",),
 }
-_ELSEWHERE = {  # what other programs call an option
-    "learning-rate": "optimizer.lr",
-    "batch-size": "train.global-batch-size",
-    "max-steps": "train.steps",
-    "max-iters": "train.steps",
-    "block-size": "train.seq-len",
-    "context-length": "train.seq-len",
-    "num-layers": "model.n-layers",
-    "n-embd": "model.d-model",
-    "hidden-size": "model.d-model",
-    "num-heads": "model.n-heads",
-    "warmup-iters": "schedule.warmup-steps",
-    "epochs": "train.steps",
-    "out-dir": "run-dir",
-    "output-dir": "run-dir",
+_ELSEWHERE = {  # our options by what other programs call them
+    "optimizer.lr": ("learning-rate",),
+    "train.steps": ("max-steps", "max-iters", "epochs"),
+    "train.global-batch-size": ("batch-size",),
+    "train.seq-len": ("block-size", "context-length"),
+    "schedule.warmup-steps": ("warmup-iters",),
+    "model.n-layers": ("num-layers",),
+    "model.n-heads": ("num-heads",),
+    "model.d-model": ("n-embd", "hidden-size"),
+    "run-dir": ("out-dir", "output-dir"),
 }
 
 
@@ -107,7 +105,9 @@ def suggestion(given: str, options: Iterable[str]) -> str | None:
     A field's name, or a word that is one, finds its section, or the likeliest of several.
     """
     names = [option.removeprefix("--") for option in options if option.startswith("--")]
-    meant = {theirs: ours for theirs, ours in _ELSEWHERE.items() if ours in names}
+    meant = {
+        theirs: ours for ours, all_theirs in _ELSEWHERE.items() for theirs in all_theirs if ours in names
+    }
     for name in sorted(names, key=lambda name: name.startswith("sync.")):
         meant.setdefault(name.rpartition(".")[2], name)
     meant |= {name: name for name in names}
@@ -150,6 +150,8 @@ def _without_noise(entry: HelpEntry) -> HelpEntry:
     """Leave out a default that is empty or stands in the text, and how a switch that is off is turned off."""
     if entry.default == "False":
         return entry.copy(default=None, negative_names=())
-    default = re.sub(r"[(),']", "", entry.default or "")  # of a tuple, as it is typed
-    told = default in ("", '""') or "default: " in _markup(entry).lower()
+    default = entry.default or ""
+    if default.startswith("("):
+        default = re.sub(r"[(),']", "", default)  # a tuple, as it is typed
+    told = default in ("", '""') or re.search(r"\(default: |Default: ", _markup(entry))
     return entry.copy(default=None if told else default)

@@ -207,8 +207,7 @@ def evaluate(
     wikitext
         WikiText file. It is detokenised; perplexity is per word of the original file.
     lambada
-        JSONL file with a passage under "text" in each line. A passage counts as correct if the model's most
-        likely continuation is its last word.
+        JSONL file with a passage under "text" in each line; scores how often the last word is predicted.
     data
         Dataset that has the model's tokenizer.
     tasks
@@ -224,8 +223,7 @@ def evaluate(
     seq_len
         Window length in tokens (default: the model's number of positions).
     stride
-        Tokens between the starts of consecutive windows (default: --seq-len). A smaller stride gives each
-        token more context, and takes longer.
+        Tokens between the starts of windows (default: --seq-len); fewer give more context and take longer.
     batch_size
         Number of windows computed at once.
     device

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+import textwrap
+from typing import Literal, get_args
 
 
 def config(source: str | None = None, /) -> None:
@@ -15,10 +17,22 @@ def config(source: str | None = None, /) -> None:
     source
         Preset (tiny, gpt2, llama-160m, ...) or TOML file (default: the default of every setting).
     """
-    from shoal.config.load import load_config, to_commented_toml, validate
+    from shoal.config.load import load_config, to_toml
+    from shoal.config.sections import Config
 
-    resolved = load_config(source) if source else validate({}, "defaults")
-    print(to_commented_toml(resolved), end="")
+    config = load_config(source) if source else Config()
+    given, defaults = _lines_of(to_toml(config)), _lines_of(to_toml(Config()))
+    lines = [f"# {source or 'All defaults'}: every setting, for `shoal train FILE.toml`"]
+    for section, fields in config:
+        lines += ["", "", *_comment(inspect.getdoc(type(fields)) or ""), f"[{section}]"]
+        for name, field in type(fields).model_fields.items():
+            values = ", ".join(value for value in get_args(field.annotation) if isinstance(value, str))
+            _, _, default = defaults.get((section, name), "").partition(" = ")
+            text = (
+                f"{field.description}{values and f' Values: {values}.'}{default and f' Default: {default}.'}"
+            )
+            lines += ["", *_comment(text), given.get((section, name), f"# {name} =")]
+    print("\n".join(lines))
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
@@ -38,3 +52,15 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     from shoal.cli.app import app
 
     print(app.generate_completion(prog_name="shoal", shell=shell), end="")
+
+
+def _lines_of(toml: str) -> dict[tuple[str, str], str]:
+    """Return the line of each setting, by section and name."""
+    blocks = [block.splitlines() for block in toml.split("\n\n")]
+    return {
+        (heading.strip("[]"), line.partition(" = ")[0]): line for heading, *lines in blocks for line in lines
+    }
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)

@@ -87,7 +87,7 @@ def train(
     stop_after
         Step after which to save and exit with status 75; the schedule stays that of the full run.
     verbose
-        Print the whole summary, and with each log line phase times, memory and figures by rank.
+        Print the whole summary, and phase times, memory and figures by rank with each log line.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
@@ -104,10 +104,8 @@ def train(
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    if run_dir is None:
-        names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
-        run_dir = Path("runs") / "-".join(names)
-    request = Request(resolved, run_dir.absolute(), init, init_optimizer, words, verbose=verbose)
+    run_dir = (run_dir or _named_after(config, resolved)).absolute()
+    request = Request(resolved, run_dir, init, init_optimizer, words, verbose=verbose)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -213,6 +211,12 @@ def _load(workers: int, *, launching: bool) -> None:
     if launching and read_rank_info() is None and (group is None or group.size > 1):
         load()
     keep_memory()
+
+
+def _named_after(config: str, resolved: Config) -> Path:
+    """Return the folder of a run that has no --run-dir."""
+    names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
+    return Path("runs") / "-".join(names)
 
 
 def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:

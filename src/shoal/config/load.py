@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -70,24 +68,6 @@ def to_toml(config: Config) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def to_commented_toml(config: Config) -> str:
-    """Write every setting as TOML below its documentation; `config_from_toml` gives the same object back."""
-    blocks = []
-    for section, model in config:
-        lines = [*_comment(inspect.getdoc(type(model)) or ""), f"[{section}]"]
-        for name, value in model:
-            field = type(model).model_fields[name]
-            default = "unset" if field.default is None else _toml_value(field.default)
-            choices = [
-                _toml_value(choice) for choice in get_args(field.annotation) if isinstance(choice, str)
-            ]
-            allowed = f" One of {', '.join(choices)}." if choices else ""
-            lines += ["", *_comment(f"{field.description}{allowed} Default: {default}.")]
-            lines.append(f"# {name} =" if value is None else f"{name} = {_toml_value(value)}")
-        blocks.append("\n".join(lines))
-    return "\n\n\n".join(blocks) + "\n"
-
-
 def differences(config: Config, reference: Config) -> list[tuple[str, Any, Any]]:
     """List (name, value, reference value) for every setting in which two configurations differ."""
     return [
@@ -139,10 +119,6 @@ def _in_another_section(name: str) -> str:
     """Return 'did you mean SECTION.name?' where such a setting exists."""
     found = next((section for section, fields in Config() if name in type(fields).model_fields), None)
     return f"did you mean {found}.{name}?" if found else ""
-
-
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _toml_value(value: Any) -> str:

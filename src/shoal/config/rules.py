@@ -53,8 +53,9 @@ def hang_limit_s(runtime: Runtime) -> float:
 def _check_batch(config: Config, dp: int) -> None:
     total, micro = config.train.global_batch_size, config.train.micro_batch_size
     if total % dp:
-        low = total // dp * dp
-        near = " or ".join(str(n) for n in (low, low + dp) if n)
+        unit = dp * micro  # else the next complaint is of micro_batch_size
+        low = total // unit * unit
+        near = " or ".join(str(n) for n in (low, low + unit) if n)
         raise ConfigError(
             f"train.global_batch_size = {total} does not divide among {dp} data-parallel ranks",
             hint=f"use train.global_batch_size = {near}",
@@ -75,13 +76,13 @@ def _check_lengths(config: Config) -> None:
         if config.model.network == "decoder" and length > config.model.max_seq_len:
             raise ConfigError(
                 f"{name} = {length} is longer than model.max_seq_len = {config.model.max_seq_len} positions",
-                hint=f"raise model.max_seq_len or use {name} <= {config.model.max_seq_len}",
+                hint=f"use {name} = {config.model.max_seq_len} or less, or model.max_seq_len = {length}",
             )
     if config.schedule.min_lr is not None and config.optimizer.lr < config.schedule.min_lr:
         raise ConfigError(
             f"schedule.min_lr = {config.schedule.min_lr:g} is above the peak "
             f"optimizer.lr = {config.optimizer.lr:g}",
-            hint="lower schedule.min_lr",
+            hint=f"use schedule.min_lr = {config.optimizer.lr / 10:g}, or a higher optimizer.lr",
         )
     schedule, steps = config.schedule, config.train.steps
     decay = schedule.decay_steps or steps
@@ -89,15 +90,14 @@ def _check_lengths(config: Config) -> None:
     name = "warmup_fraction" if given is None else "warmup_steps"
     value = schedule.warmup_fraction if given is None else given
     warmup = value * decay if given is None else value
-    if warmup > min(decay, steps):
-        ends = (
-            f"the schedule, which ends at step {decay}"
-            if decay <= steps
-            else f"the run of {counted(steps, 'step')}"
-        )
+    if warmup > (longest := min(decay, steps)):
+        shorter = longest // 10 if name == "warmup_steps" else longest / decay / 10
+        ends = f"the schedule, which ends at step {decay}"
+        if decay > steps:
+            ends = f"the run of {counted(steps, 'step')}"
         raise ConfigError(
             f"schedule.{name} = {value} is a warm-up of {warmup:.0f} steps, longer than {ends}",
-            hint="use fewer warm-up steps or more train.steps",
+            hint=f"use schedule.{name} = {shorter:g}, or more train.steps",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from shoal.config.rules import hang_limit_s
@@ -13,7 +14,7 @@ from shoal.runtime.device import logical_cores
 from shoal.runtime.log import log, to_screen
 from shoal.runtime.network import Endpoint, several_hosts
 from shoal.runtime.rank_info import RankInfo, launched_by_us, read_rank_info, read_replica_group
-from shoal.runtime.run_folder import clear_folder, held, in_sentences
+from shoal.runtime.run_folder import clear_folder, held, in_folder, in_sentences
 from shoal.runtime.stop import end_with_launcher
 from shoal.train import worker
 from shoal.train.request import Request
@@ -85,8 +86,7 @@ def _as_user(request: Request, nproc: int | None, max_restarts: int | None, endp
         return launch_groups(request, sys.argv[1:], nproc, max_restarts, endpoint)
     if endpoint is None:
         request.check(nproc)
-        with held(request.run_dir):
-            return _train(request, nproc, max_restarts)
+        return in_folder(request.run_dir, functools.partial(_train, request, nproc, max_restarts))
     to_screen()
     hosts = Rendezvous(endpoint, nproc, request.config.runtime.timeout_s)
     try:

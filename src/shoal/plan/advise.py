@@ -202,8 +202,8 @@ def advice(rows: Sequence[Prediction]) -> str:
     if not chosen.exact:
         exact = min((row for row in open_rows if row.exact), key=lambda row: row.step_s)
         sentences.append(
-            f"{chosen.strategy} changes the result: compare losses, or take {exact.strategy}, the fastest that "
-            f"does not ({_step(exact.step_s)})."
+            f"{chosen.strategy} changes the result: compare losses, or take {exact.strategy}, the fastest "
+            f"that does not ({_step(exact.step_s)})."
         )
     compressed = [row for row in open_rows if row.strategy in _COMPRESSED]
     best = min((row.relative for row in compressed), default=0.0)

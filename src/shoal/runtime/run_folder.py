@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.errors import InputError, ShoalError
+from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, ShoalError
 from shoal.runtime.files import alone_in, disk_error
 from shoal.runtime.log import log
 
@@ -28,6 +29,24 @@ def held(run_dir: Path) -> Iterator[None]:
     with alone_in(run_dir), in_sentences(run_dir):
         clear_folder(run_dir)
         yield
+
+
+def in_folder(run_dir: Path, work: Callable[[], int]) -> int:
+    """Do a run's work while its folder is held; return its exit status.
+
+    A new folder of a run that is refused before its first step goes again.
+    """
+    is_new, status = not os.path.lexists(run_dir), EXIT_DONE
+    with held(run_dir):
+        try:
+            status = work()
+        except InputError:
+            status = EXIT_BAD_INPUT
+            raise
+        finally:
+            if is_new and status == EXIT_BAD_INPUT and not (run_dir / "metrics.jsonl").exists():
+                shutil.rmtree(run_dir, ignore_errors=True)
+    return status
 
 
 @contextmanager

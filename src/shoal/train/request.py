@@ -12,6 +12,7 @@ from shoal.config.load import config_from_toml, differences
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
 from shoal.errors import ConfigError, InputError, counted
+from shoal.models.shape import resolve_shape
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.tasks.task import Task
@@ -26,6 +27,11 @@ _FIXED = (
     "train.seq_len",
     "train.global_batch_size",
     "optimizer.name",
+)
+# Of a decoder's, these decide which weights it has, and what they mean.
+_SHAPE = (
+    *("style", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"),
+    *("vocab_size", "tie_embeddings"),
 )
 
 
@@ -91,8 +97,31 @@ def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tupl
     refused = [change for change in changes if change[0].startswith(_FIXED)]
     if refused:
         named = "; ".join(f"{name} was {old}, now {new}" for name, new, old in refused)
+        from_here = "" if _other_shape(config, stored, checkpoint) else f" --init {checkpoint}"
         raise ConfigError(
             f"{checkpoint} belongs to another run: {named}",
-            hint=f"restore the setting, or start a new run with --run-dir NEW --init {checkpoint}",
+            hint=f"change it back, or start a new run with --run-dir NEW{from_here}",
         )
     return [change for change in changes if change[0] != "data.datasets"]
+
+
+def refuse_other_shape(config: Config, stored: str, checkpoint: Path) -> None:
+    """Refuse weights that do not fit the model, by the settings in which a checkpoint's differ."""
+    if other := _other_shape(config, stored, checkpoint):
+        named = "; ".join(f"model.{name} is {theirs} there, {ours} here" for name, ours, theirs in other)
+        settings = ", ".join(f"model.{name} = {theirs}" for name, _, theirs in other)
+        raise ConfigError(
+            f"--init {checkpoint} has the weights of another model: {named}",
+            hint=f"use {settings}, or leave --init out",
+        )
+
+
+def _other_shape(config: Config, stored: str, checkpoint: Path) -> list[tuple[str, object, object]]:
+    """List (name, ours, a checkpoint's) for what decides the weights of a decoder and differs."""
+    models = [config.model, config_from_toml(stored, f"{checkpoint}/config.toml").model]
+    if any(model.network != "decoder" for model in models):
+        return []
+    ours, theirs = (resolve_shape(model, model.vocab_size) for model in models)
+    pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in _SHAPE)
+    any_length = ours.style == "llama"  # RoPE has no weights
+    return [pair for pair in pairs if pair[1] != pair[2] and not (any_length and pair[0] == "max_seq_len")]

@@ -28,7 +28,7 @@ from shoal.runtime.process import Process
 from shoal.tasks.task import Dataset
 from shoal.train.job import Job
 from shoal.train.optimiser import optimiser_tensors
-from shoal.train.request import Request, refuse_other_run
+from shoal.train.request import Request, refuse_other_run, refuse_other_shape
 from shoal.train.schedule import horizon, learning_rate
 
 # Attributes of a job that a checkpoint keeps, and what they are made of.
@@ -221,6 +221,7 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
             hint=f"use model.network = {theirs}, or leave --init out",
         )
     job.task.data.refuse_other(state, checkpoint)
+    refuse_other_shape(job.config, _stored_config(checkpoint), checkpoint)
     kinds = (WEIGHTS, "optimizer") if job.request.init_optimizer else (WEIGHTS,)
     entries = [entry for entry in entries_of(job) if entry.name in kinds]
     wanted = {f"{entry.name}.{name}": t for entry in entries for name, t in entry.tensors().items()}
