@@ -69,7 +69,9 @@ FACTS: dict[str, tuple[str, ...]] = {
         "1 MB, 2,048 for 12 MB, 32,768 from 98 MB", "95 % of the ids", "least 100 times",
     ),
     "docs/recipes.md": ("1e-5 and 1e-4", "(0.95 unless set; there 0.999)"),
-    "docs/serve.md": ("256 KiB", "10 s for a request", "30 s without", "(95 %)", "at most 2 s", "512 MiB of memory"),
+    "docs/serve.md": (
+        "256 KiB", "10 s for a request", "30 s without", "(95 %)", "at most 2 s", "512 MiB of memory",
+    ),
     "docs/several-machines.md": ("within 30 s",),
     "docs/training.md": (
         "2e-6", "1e-5", "1.6e13", "8e15", "20 s of compilation", "gets 30 s", "300,000 times", "30 s at most",

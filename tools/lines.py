@@ -48,7 +48,7 @@ WHOLE = Room("whole", ["."], 23_000)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_100),
     Room("tools", ["tools"], 1_700),
-    Room("tests", ["tests"], 22_500),
+    Room("tests", ["tests"], 23_000),
 )
 
 

@@ -64,68 +64,6 @@ def collectives(
 
 
 @bench.command
-def networks(
-    names: Annotated[tuple[str, ...], Parameter(name="NETWORK", negative=())] = (),
-    /,
-    *,
-    frameworks: tuple[str, ...] = ("pytorch",),
-    modes: tuple[str, ...] = ("default", "tuned"),
-    batch_sizes: tuple[int, ...] = (64,),
-    threads: tuple[int, ...] = (),
-    steps: int = 20,
-    warmup: int = 5,
-    limit: float = 600.0,
-    python: tuple[str, ...] = (),
-    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
-    listing: Annotated[bool, Parameter(name="--list")] = False,
-) -> int:
-    """Benchmark a training step of classic networks in frameworks that are shown to compute the same.
-
-    Each row is a process of its own. Its parameters, loss and gradient norm on the same weights and samples
-    are compared with PyTorch's before its times count. All frameworks train with SGD on the same random data.
-
-    Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
-
-    Example: shoal bench networks --list
-
-    Example: shoal bench networks fcn-r alexnet-r --batch-sizes 128 1024 --threads 1 2 --output networks.json
-
-    Parameters
-    ----------
-    names
-        Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
-    frameworks
-        Frameworks: pytorch.
-    modes
-        default: settings of the framework as installed. tuned: with its compiler.
-    batch_sizes
-        Samples per step.
-    threads
-        Numbers of threads (default: one per physical core).
-    steps
-        Steps that are timed, after the warm-up.
-    warmup
-        First steps that are not timed.
-    limit
-        Seconds after which a row is given up.
-    python
-        Python with a framework, as NAME=PATH (default: the one that runs Shoal).
-    output
-        JSON file for all samples with machine and versions, updated after each row. The same command
-        continues it.
-    listing
-        List the networks with their parameters and multiply-adds, and exit.
-    """
-    with loading():
-        from shoal.bench.networks import NetworksOptions, command
-
-    given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
-    pythons = dict(pair.partition("=")[::2] for pair in python)
-    options = NetworksOptions(given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons)
-    return command(options, output, listing=listing)
-
-
-@bench.command
 def frameworks(*, install: tuple[str, ...] = (), uninstall: tuple[str, ...] = ()) -> int:
     """List, install or remove the frameworks that `shoal bench networks` compares with PyTorch.
 
