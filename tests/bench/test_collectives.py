@@ -59,7 +59,7 @@ def test_ranks_that_mpirun_started_report_once(tmp_path):
     words = ("--transport", "mpi", "--sizes", "1KB", "16KB", "--dtype", "bfloat16", "--json", record)
     done = mpirun(4, "-m", "shoal", "bench", "collectives", *words)
     assert done.returncode == 0, done.stderr
-    assert "backend is left out: MPI cannot add tensors of torch.bfloat16" in done.stderr
+    assert "backend is skipped: MPI cannot add tensors of torch.bfloat16" in done.stderr
     assert done.stdout.count("all-reduce on 4 ranks") == 1
     told = json.loads(record.read_text())
     assert (told["ranks"], told["transport"], sum(row["wrong"] for row in told["rows"])) == (4, "mpi", 0)
@@ -136,11 +136,11 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--algorithms", "star"), "there is no all-reduce 'star'"),
+        (("--algorithms", "star"), "unknown all-reduce algorithm 'star'"),
         (("--sizes", "4KB", "1KB"), "the first must be above 0"),
-        (("--sizes", "many", "1KB"), "'many' is no size"),
+        (("--sizes", "many", "1KB"), "'many' is not a size"),
         (("--nproc", "-1"), "--nproc -1"),
-        (("--transport", "mpi"), "--transport mpi needs ranks of an MPI"),
+        (("--transport", "mpi"), "--transport mpi must be started by mpirun"),
         (("--json", "nowhere/x.json"), "nowhere/x.json: there is no such folder"),
     ],
 )
@@ -160,7 +160,7 @@ def test_sizes_are_read(words, size):
 
 @pytest.mark.parametrize("words", ["", "KB", "-1KB", "1TB", "1e3"])
 def test_other_words_are_no_sizes(words):
-    with pytest.raises(InputError, match="is no size"):
+    with pytest.raises(InputError, match="is not a size"):
         parse_bytes(words)
 
 

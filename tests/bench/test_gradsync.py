@@ -192,12 +192,12 @@ def test_a_host_cannot_have_half_a_worker(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--strategies", "diloko"), "there is no strategy 'diloko'\n  hint: did you mean 'diloco'?"),
+        (("--strategies", "diloko"), "unknown strategy 'diloko'\n  hint: did you mean 'diloco'?"),
         (("--strategies", "diloco:every"), "--strategies diloco:every: "),
         (("--strategies", "diloco:evry=5"), "did you mean 'every'"),
         (("--strategies", "diloco:every=0"), "--strategies diloco:every=0: sync.every"),
-        (("--networks", "resnet"), "there is no network 'resnet'"),
-        (("--link", "fast"), "'fast' is no rate of a link"),
+        (("--networks", "resnet"), "unknown network 'resnet'"),
+        (("--link", "fast"), "'fast' is not a link rate"),
         (("--steps", "3"), "--steps 3"),
         (("--json", "nowhere/x.json"), "nowhere/x.json: there is no such folder"),
     ],
@@ -221,7 +221,7 @@ def test_data_are_made_once(tmp_path):
 def test_rates_are_bits_a_second():
     assert [parse_rate(words) for words in ("100mbit", "2.5 Gbit", "800kbit")] == [12.5e6, 312.5e6, 1e5]
     for words in ("100", "0mbit", "100MB", "1tbit"):
-        with pytest.raises(InputError, match="is no rate of a link"):
+        with pytest.raises(InputError, match="is not a link rate"):
             parse_rate(words)
 
 

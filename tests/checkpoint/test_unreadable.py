@@ -167,7 +167,7 @@ def test_verify_takes_nothing_back_over_a_step_that_is_there_or_under_a_wrong_na
     newest.symlink_to("nowhere")
     assert verify_checkpoints(run) == EXIT_FAILED
     said = capsys.readouterr().out
-    assert "good, but stays set aside: step-00000020 is there, too" in said
+    assert "good, but not restored: step-00000020 exists, too" in said
     assert "a link to nowhere, cannot be read" in said
     assert os.readlink(newest) == "nowhere"
 

@@ -140,7 +140,7 @@ def test_a_document_whose_source_was_not_recorded_is_shown_all_the_same(corpus, 
     record = corpus.path / "stages/parse.json"
     asked = ("dataset", "show", corpus.path, "--doc", 0, "--json", tmp_path / "doc.json")
     record.write_text("{}")
-    with pytest.raises(DataError, match=r"parse.json lacks or garbles 'files'"):
+    with pytest.raises(DataError, match=r"parse.json has a missing or invalid entry: 'files'"):
         shoal(*asked)
     record.unlink()
     assert shoal(*asked) == 0

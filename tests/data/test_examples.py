@@ -168,7 +168,7 @@ def test_bad_idx_files_are_named(tmp_path, images, labels, message):
 def test_a_folder_made_otherwise_is_not_written_over(archive, tmp_path):
     made = prepare(tmp_path / "data", archive)
     assert prepare(tmp_path / "data", archive).fingerprint == made.fingerprint
-    with pytest.raises(InputError, match="already holds a dataset made otherwise"):
+    with pytest.raises(InputError, match="already holds a dataset made with other options"):
         prepare(tmp_path / "data", archive, seed=5)
     with pytest.raises(InputError, match="--vocab-size 300 is for text"):
         prepare(tmp_path / "other", archive, vocab_size=300)

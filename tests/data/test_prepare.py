@@ -206,7 +206,7 @@ def test_again_unchanged_does_nothing_and_says_so(prepare, corpus):
 )
 def test_a_finished_dataset_is_not_replaced(prepare, corpus, options, text):
     prepare(corpus)
-    with pytest.raises(InputError, match=f"already holds a dataset made otherwise: {text}"):
+    with pytest.raises(InputError, match=f"already holds a dataset made with other options: {text}"):
         prepare(corpus, **options)
 
 

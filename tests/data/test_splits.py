@@ -82,7 +82,7 @@ def test_separate_files_take_the_place_of_a_share(tmp_path):
     [
         ({"vocab_size": 100}, "--vocab-size 100 is not between 257"),
         ({"vocab_size": 300, "tokenizer": "gpt2"}, "with --tokenizer gpt2: that vocabulary is fixed"),
-        ({"split": "0,1"}, "gives training nothing"),
+        ({"split": "0,1"}, "leaves no training data"),
         ({"delim": "||"}, "not one character"),
         ({"delim": "\\n\\t"}, "not one character"),
         ({"separator": ""}, "--separator is empty"),

@@ -54,7 +54,7 @@ def test_a_flipped_bit_is_named_and_what_was_right_is_not_read_again(data, tmp_p
     assert verified(data, tmp_path / "a").startswith("once: 6 files")
     assert "data verified: 6 files" in caplog.text
     assert "GB/s" in caplog.text
-    assert verified(data, tmp_path / "b") == "once: the same files were read and found right before"
+    assert verified(data, tmp_path / "b") == "once: unchanged since they were last verified"
     flip(data / "train.bin")  # which changes its time, too
     one = verifier(data, tmp_path / "b")
     assert one.plan.startswith("once: 1 file")
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_read_is_a_warning_and_read_again_next_time(
         r"warning: the data could not be verified: \S*train.bin cannot be read: .*\(E", caplog.text
     )
     assert "data verified: 5 files" in caplog.text
-    assert "may have been trained on it" not in caplog.text
+    assert "may have used it" not in caplog.text
     one = verifier(data, tmp_path / "run", "full")
     with pytest.raises(UnreadableError, match=r"train.bin cannot be read: .*\(E"):
         begin_and_wait(one)

@@ -168,9 +168,9 @@ RUBBISH = [
     (
         {"prompt": "a", "logprobs": 3},
         400,
-        "logprobs: Value error, this server does not do that; leave it out",
+        "logprobs: Value error, not supported by this server; leave it out",
     ),
-    ({"prompt": "a", "logprobs": 0}, 400, "this server does not do that; leave it out"),
+    ({"prompt": "a", "logprobs": 0}, 400, "not supported by this server; leave it out"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty: Value error"),
     ({"prompt": "a", "tempertaure": 1}, 400, "tempertaure: Extra inputs are not permitted"),
     ({"prompt": "a", "stop": ["a"] * 5}, 400, "stop: "),
@@ -261,7 +261,7 @@ def test_what_takes_too_long_or_waits_in_too_long_a_line_is_told(loaded):
             answers = sorted((one.result() for one in asked), key=lambda answer: answer.status_code)
         assert [answer.status_code for answer in answers] == [408, 408, 429, 429]
         assert "the time limit of 4 s is over" in answers[0].json()["error"]["message"]
-        assert "2 texts are being made; at most 2 may" in answers[2].json()["error"]["message"]
+        assert "2 requests are queued; the limit is 2" in answers[2].json()["error"]["message"]
         running.hold(after=float("inf"))
         assert running.post(prompt="a", max_tokens=2).status_code == 200
 
@@ -463,9 +463,11 @@ def test_without_its_packages_it_says_what_to_install(trained_run, monkeypatch):
 
 
 def test_what_cannot_be_served_is_a_sentence(trained_run, tmp_path):
-    with pytest.raises(InputError, match=r"(?s)--host 0\.0\.0\.0 lets other machines in.*--token-file"):
+    with pytest.raises(
+        InputError, match=r"(?s)--host 0\.0\.0\.0 accepts connections from other machines.*--token-file"
+    ):
         Address("0.0.0.0")
-    with pytest.raises(InputError, match="--port 99999 is no port"):
+    with pytest.raises(InputError, match="--port 99999 is not a port"):
         Address(port=99999)
     with pytest.raises(InputError, match="--time-limit nan is not allowed"):
         Limits(request_s=float("nan"))

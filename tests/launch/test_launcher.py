@@ -40,5 +40,5 @@ def test_a_stop_that_ended_ranks_says_what_is_true_after_hours_too(tmp_path, cap
     with caplog.at_level("INFO"):
         assert agent.report_end() == EXIT_STOPPED
     said = caplog.text + "".join(capsys.readouterr())
-    assert "stopped; the last committed checkpoint, if any, stands" in said
+    assert "stopped without saving; the last committed checkpoint, if any, is kept" in said
     assert "nothing to save" not in said

@@ -146,7 +146,7 @@ def test_resume_is_bitwise_equal(pool, data, tmp_path, network):
         assert np.array_equal(weight, parts["weights"][name]), name
     if network == "lstm":
         return
-    with pytest.raises(InputError, match=r"holds the network .*narrow\.toml: only decoders write text"):
+    with pytest.raises(InputError, match=r"holds the network .*narrow\.toml: only decoders generate text"):
         load_text_model(tmp_path / "parts", "cpu")
 
 

@@ -114,14 +114,14 @@ def test_strategies_take_the_settings_that_they_read():
 def test_a_compression_that_pays_nowhere_or_hardly_is_told():
     plain = Prediction("allreduce", True, step_s=1.0, relative=1.0)
     lean = Prediction("bf16", False, step_s=0.98, relative=0.98, below_bytes_per_s=125e6)
-    told = "Compression would gain you next to nothing here: bf16 0.98 times the step; "
+    told = "Compression would save less than 5 % here: bf16 0.98 times the step; "
     assert told + "bf16 is the first to pay, below 1 Gbit/s." in advice([plain, lean])
     rows = [
         Prediction("allreduce", True, step_s=1.0, relative=1.0),
         Prediction("bf16", False, step_s=2.0, relative=2.0),
     ]
     assert advice(rows).endswith(
-        "Compression would slow you down here: bf16 2.00 times the step; it pays on no link."
+        "Compression would slow you down here: bf16 2.00 times the step; it is slower on every link."
     )
 
 
@@ -147,10 +147,10 @@ def test_other_words_are_no_link(words):
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        (AdviseOptions(link="soon"), "'soon' is no rate of a link"),
-        (AdviseOptions(step_ms=-3.0), "--step-ms -3: a step takes time"),
-        (AdviseOptions(seconds=0.0), "--seconds 0: measuring takes time"),
-        (AdviseOptions(nproc=1), "layout 1 has one replica, and nothing to agree on"),
+        (AdviseOptions(link="soon"), "'soon' is not a link rate"),
+        (AdviseOptions(step_ms=-3.0), "--step-ms -3: must be above 0"),
+        (AdviseOptions(seconds=0.0), "--seconds 0: must be above 0"),
+        (AdviseOptions(nproc=1), "layout 1 has one replica: there is nothing to synchronise"),
         (AdviseOptions(layout="zero2x4"), "layout zero2x4 has one replica"),
         (AdviseOptions(layout="dp4", hosts=3), "--hosts 3: 4 replicas cannot be shared out"),
         (AdviseOptions(layout="dp2*tp2"), "the step of a replica of several ranks"),

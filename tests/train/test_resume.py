@@ -181,7 +181,8 @@ def test_a_strangers_state_is_refused_in_a_sentence(pool, data, tmp_path):
     checkpoint = tmp_path / "first/checkpoints/step-00000005"
     forge(checkpoint, lambda state: state.pop("lineage"))
     with pytest.raises(
-        AssertionError, match=r"the state of checkpoint .*step-00000005 lacks or garbles 'lineage'"
+        AssertionError,
+        match=r"the state of checkpoint .*step-00000005 has a missing or invalid entry: 'lineage'",
     ):
         pool.run(run_child, 1, tmp_path / "new", tiny_config(data), checkpoint, False)
 

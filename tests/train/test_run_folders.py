@@ -88,7 +88,7 @@ def test_what_stands_in_the_way_is_set_aside_and_training_goes_on(data, tmp_path
         (run / name / "mine").mkdir(parents=True)
     done = train(run, data)
     assert done.returncode == 0, done.stderr
-    assert f"{run / 'ranks'} is no folder: it is set aside as ranks.bad" in done.stderr + done.stdout
+    assert f"{run / 'ranks'} is not a folder: moved to ranks.bad" in done.stderr + done.stdout
     assert (run / "ranks.bad").read_text() == "mine"
     assert (run / "config.toml").is_file()
     assert (run / "metrics.jsonl.bad/mine").is_dir()

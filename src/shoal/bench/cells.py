@@ -67,7 +67,7 @@ def parse_way(word: str, steps: int) -> Way:
     """
     name, _, rest = word.partition(":")
     if name not in STRATEGIES:
-        raise InputError(f"there is no strategy {name!r}", hint=nearest(name, STRATEGIES))
+        raise InputError(f"unknown strategy {name!r}", hint=nearest(name, STRATEGIES))
     given = {key: value for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
     sync = validate({"sync": {"strategy": name, **given}}, f"--strategies {word}").sync
     reads, settings = STRATEGIES[name].reads, {key: getattr(sync, key) for key in given}

@@ -109,7 +109,7 @@ def _all_that_differ(transport: Transport, dtype: torch.dtype, tell: Callable[[s
     try:
         all_reduce(transport, torch.zeros(1, dtype=dtype, device=transport.device), algorithm="backend")
     except InputError as error:
-        tell(f"backend is left out: {error}")
+        tell(f"backend is skipped: {error}")
         algorithms.remove("backend")
     return algorithms
 
@@ -151,7 +151,7 @@ def command(
     for algorithm in algorithms:
         if algorithm not in ALGORITHMS:
             raise InputError(
-                f"there is no all-reduce {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}"
+                f"unknown all-reduce algorithm {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}"
             )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")

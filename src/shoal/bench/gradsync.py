@@ -87,7 +87,7 @@ def check(options: GridOptions, output: Path | None, plot: Path | None) -> None:
     """Raise InputError for options that cannot be measured, before the first measurement."""
     for network in options.networks:
         if network not in NETWORKS:
-            raise InputError(f"there is no network {network!r}", hint=nearest(network, NETWORKS))
+            raise InputError(f"unknown network {network!r}", hint=nearest(network, NETWORKS))
     for word in options.strategies:
         parse_way(word, options.steps)
     for link in options.links:
@@ -100,7 +100,7 @@ def check(options: GridOptions, output: Path | None, plot: Path | None) -> None:
     if len(options.data) not in (0, 1, len(options.networks)):
         raise InputError(
             f"--data names {len(options.data)} datasets for {len(options.networks)} networks",
-            hint="give one for each network, in the same order, or none: they are made",
+            hint="give one dataset for each network, in the same order, or none to use small built-in ones",
         )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
@@ -242,7 +242,7 @@ def _table(group: Sequence[CellResult]) -> Table:
     base = next((o.found.seconds_a_step for o in group if o.found and o.cell.way.name == _BASE), None)
     notes = [f"{o.cell.way.word}: {o.status}: {o.reason}" for o in group if o.found is None]
     if any(found.bytes_a_step and not found.counted for found in done):
-        notes.insert(0, "~ by the formula of a ring in chunks, as the back end's own sum is not counted")
+        notes.insert(0, "~ by the formula of a chunked ring; the back end's own traffic is not counted")
     table = Table(
         title=f"{title(cell)}, {batch} samples a mini-batch",
         caption=escape("\n".join(notes)) or None,

@@ -40,7 +40,7 @@ def on_ranks(nproc: int, transport: str, work: Work, *arguments: Any, runtime: R
         )
     if transport == "mpi":
         if info is None:
-            raise InputError("--transport mpi needs ranks of an MPI", hint="mpirun -n 4 shoal bench ...")
+            raise InputError("--transport mpi must be started by mpirun", hint="mpirun -n 4 shoal bench ...")
         share_cores(info.local_world_size)
         with mpi_transport.world() as ranks:
             return _first(ranks, info, work, arguments)

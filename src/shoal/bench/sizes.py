@@ -17,7 +17,7 @@ def parse_bytes(words: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?B|)", words.strip().upper())
     if not found:
-        raise InputError(f"{words!r} is no size", hint="write 4096, 64KB, 1.5MB or 1GB")
+        raise InputError(f"{words!r} is not a size", hint="write 4096, 64KB, 1.5MB or 1GB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -36,5 +36,5 @@ def parse_rate(words: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg])bit", words.strip().lower())
     rate = float(found[1]) * 1000 ** ("kmg".index(found[2]) + 1) / 8 if found else 0.0
     if not rate:
-        raise InputError(f"{words!r} is no rate of a link", hint="write 100mbit, 2.5gbit or 800kbit")
+        raise InputError(f"{words!r} is not a link rate", hint="write 100mbit, 2.5gbit or 800kbit")
     return rate

@@ -173,13 +173,15 @@ def read_decoder(checkpoint: Path) -> tuple[ModelShape, int]:
     config = config_from_toml(read_text(checkpoint, "config.toml"), str(checkpoint / "config.toml"))
     if config.model.network != "decoder":
         raise InputError(
-            f"{checkpoint} holds the network {config.model.network}: only decoders write text",
+            f"{checkpoint} holds the network {config.model.network}: only decoders generate text",
             hint="give a run of a GPT, such as `shoal train tiny` makes",
         )
     try:
         vocab_size, eod_id = int(state["vocab_size"]), int(state["eod_id"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+        raise CheckpointError(
+            f"the state of checkpoint {checkpoint} has a missing or invalid entry: {error}"
+        ) from error
     shape = resolve_shape(config.model, vocab_size)
     held = sum(file.stat().st_size for file in (checkpoint / WEIGHTS).glob("*"))
     refuse_imagined(shape, held - _LEAST_LAYER_BYTES * shape.n_layers, str(checkpoint))
@@ -194,7 +196,7 @@ def refuse_imagined(shape: ModelShape, held: int, where: str) -> None:
         size = f"{shape.n_layers} layers, {shape.d_model} wide, of {shape.vocab_size} ids"
         raise CheckpointError(
             f"{where}: {size} take more numbers than the files hold: {max(0, held):,} at most",
-            hint="the configuration belongs to other files, or somebody changed it",
+            hint="the configuration belongs to other files, or it was edited",
         )
 
 

@@ -78,13 +78,13 @@ def _take_back(aside: Path) -> tuple[bool, str]:
     if not aside.name.startswith(f"bad-{step_name(step)}"):
         return False, f"set aside: its manifest says step {step}"
     if os.path.lexists(aside.with_name(step_name(step))):
-        return False, f"good, but stays set aside: {step_name(step)} is there, too; remove one of the two"
+        return False, f"good, but not restored: {step_name(step)} exists, too; remove one of them"
     try:
         with alone_in(aside.parents[aside.parent.name == "checkpoints"]):
             target = commit.take_back(aside, step)
             _point_latest_again(target.parent)
     except InputError as error:  # a run is at work here
-        return False, f"good, but stays set aside: {error.message}"
+        return False, f"good, but not restored: {error.message}"
     return True, f"good, and in use again as {target.name}"
 
 
@@ -118,8 +118,8 @@ def remove_checkpoint(path: Path, force: bool = False) -> int:
         )
     if path == _newest_good(path.parent) and not force:
         raise InputError(
-            f"{path} is the newest good checkpoint: the run would go on from an older one, or from the start",
-            hint="--force removes it all the same",
+            f"{path} is the newest good checkpoint: the run would lose the steps since an older one",
+            hint="use --force to remove it anyway",
         )
     commit.remove(path)
     _point_latest_again(path.parent)

@@ -43,7 +43,9 @@ def all_reduce(
         InputError: The operation or algorithm is unknown, or does not support this format.
     """
     if algorithm not in ALGORITHMS:
-        raise InputError(f"there is no all-reduce {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}")
+        raise InputError(
+            f"unknown all-reduce algorithm {algorithm!r}", hint=f"choose from {', '.join(ALGORITHMS)}"
+        )
     reduction = Reduction(operation, tensor.dtype, transport.size)
     flat = tensor.contiguous().view(-1)
     transport.check(flat)

@@ -88,7 +88,7 @@ class _Wire:
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             if not self._changed.wait_for(condition, self._timeout_s):
-                raise TimeoutError(f"nobody came for {self._timeout_s:g} s")
+                raise TimeoutError(f"no matching operation within {self._timeout_s:g} s")
 
 
 def _moment(tensor: Tensor) -> torch.cuda.Event | None:

@@ -44,7 +44,7 @@ def hang_limit_s(runtime: Runtime) -> float:
     if runtime.hang_s >= runtime.timeout_s:
         raise ConfigError(
             f"runtime.hang_s = {runtime.hang_s:g} is not below runtime.timeout_s = {runtime.timeout_s:g}: "
-            "ranks would give each other up before anybody could say why",
+            "ranks would time out before the hang could be diagnosed",
             hint="lower runtime.hang_s (0 is half of timeout_s), or raise runtime.timeout_s",
         )
     return runtime.hang_s or runtime.timeout_s / 2
@@ -114,7 +114,7 @@ def _check_profile(config: Config) -> None:
     window, steps = config.train.profile, config.train.steps
     if window and not (len(window) == 2 and window[0] <= window[1] <= steps):
         raise ConfigError(
-            f"train.profile = {list(window)} is no window of this run's {steps} steps",
+            f"train.profile = {list(window)} is outside of steps 1 to {steps}",
             hint=f"give the first and the last step, for example train.profile = [1, {min(3, steps)}]",
         )
 

@@ -206,11 +206,11 @@ def _origin(dataset: Dataset, split: str, number: int) -> str:
         own = own or [file for file in files if file["role"] == "main"]
         for file in own if place is not None else ():
             if place < file["documents"]:
-                return f"{file['path']}, document {place} of {file['documents']:,} that were kept"
+                return f"{file['path']}, document {place} of {file['documents']:,} kept"
             place -= file["documents"]
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{record} lacks or garbles {error}") from error
-    return "a file that was not recorded"
+        raise DataError(f"{record} has a missing or invalid entry: {error}") from error
+    return "an unknown file (the record of preparation is missing)"
 
 
 def _place(plan: Facts, split: str, number: int) -> int | None:

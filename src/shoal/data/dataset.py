@@ -98,7 +98,9 @@ def open_dataset(path: Path) -> Dataset:
         if tokenizer is not None:
             check_digest(tokenizer, manifest["tokenizer"]["xxh3"])  # small, and gives all ids their meaning
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
+        raise DataError(
+            f"the manifest of dataset {path} has a missing or invalid entry: {error}", hint=_REMAKE
+        ) from error
     return Dataset(path, digest, vocab_size, eod_id, tokenizer, manifest, splits, digests)
 
 

@@ -110,7 +110,9 @@ def open_examples(path: Path) -> ExampleSet:
         if manifest["dtype"] not in INPUT_DTYPES or found.num_classes < 1 or not found.std > 0:
             raise ValueError("dtype, num_classes or std")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"the manifest of dataset {path} lacks or garbles {error}", hint=_REMAKE) from error
+        raise DataError(
+            f"the manifest of dataset {path} has a missing or invalid entry: {error}", hint=_REMAKE
+        ) from error
     return found
 
 

@@ -37,7 +37,7 @@ def refuse_other_tokenizer(first: Path | None, second: Path | None, *, allow: bo
     if len(held) == 1:
         other = (second if held[0] == first else first) or "the other dataset"
         log.warning(
-            f"warning: {other} has no tokenizer to compare with {held[0]}: the same ids may mean other text"
+            f"warning: {other} has no tokenizer to compare with {held[0]}: its ids may stand for other text"
         )
     if len(contents) < 2 or contents[0] == contents[1]:
         return
@@ -45,11 +45,11 @@ def refuse_other_tokenizer(first: Path | None, second: Path | None, *, allow: bo
     if ours == theirs:
         return
     message = (
-        f"{second} is another tokenizer than {first}, so the same ids mean other text: "
+        f"{second} is another tokenizer than {first}, so the same ids stand for other text: "
         f"their digests are {theirs} and {ours}"
     )
     if not allow:
-        hint = f"prepare the data with --tokenizer {first}; --allow-tokenizer-mismatch goes on all the same"
+        hint = f"prepare the data with --tokenizer {first}; --allow-tokenizer-mismatch makes this a warning"
         raise DataError(message, hint=hint)
     log.warning(f"warning: {message}")
 

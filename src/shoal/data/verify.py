@@ -39,7 +39,7 @@ class Verifier:
         when = "before step 1" if self._full else "in the background of the first steps"
         self.plan = f"{mode}: {what}, {when}" if self._files else mode
         if mode == "once" and not self._files:
-            self.plan = "once: the same files were read and found right before"
+            self.plan = "once: unchanged since they were last verified"
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
 
@@ -68,7 +68,7 @@ class Verifier:
             began = time.monotonic()
             self._thread.join(self._timeout_s)
             if self._thread.is_alive() and self._timeout_s:
-                log.warning("warning: the data is not verified yet; a checkpoint is written all the same")
+                log.warning("warning: a checkpoint is written before the data is verified")
             self._timeout_s = max(0.0, self._timeout_s - (time.monotonic() - began))
         self.poll()
 
@@ -91,7 +91,7 @@ class Verifier:
                 log.warning(f"warning: the data could not be verified: {error.message}")
                 continue
             except DataError as error:
-                since = f"; steps after {self._step}, and checkpoints of them, may have been trained on it"
+                since = f"; steps after {self._step}, and their checkpoints, may have used it"
                 raise DataError(error.message + ("" if self._full else since), hint=error.hint) from error
             self._write_cache(path, key, digest)
             num_files, num_bytes = num_files + 1, num_bytes + size

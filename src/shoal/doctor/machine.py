@@ -115,7 +115,10 @@ def check_cores(
         )
     if load > allowed + 1:
         return Finding(
-            "cores", "warning", f"{fact}; load {load:.1f}", "other programs are busy: speeds will suffer"
+            "cores",
+            "warning",
+            f"{fact}; load {load:.1f}",
+            "other programs use these cores: training will be slower",
         )
     return Finding("cores", "ok", fact)
 

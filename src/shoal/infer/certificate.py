@@ -47,7 +47,7 @@ def certify(checkpoint: Path, folder: Path) -> bool:
     write_json(folder / "certificate.json", certificate)
     if not proven:
         raise CheckpointError(
-            f"{folder} computes something else than {checkpoint}: logits differ by "
+            f"{folder} does not compute the same as {checkpoint}: logits differ by "
             f"{found['largest_logit_difference']:.1e}, the loss by {found['loss_difference']:.1e}",
             hint=f"do not use it; {folder / 'certificate.json'} has the figures",
         )

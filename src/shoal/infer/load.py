@@ -112,7 +112,7 @@ def load_foreign(path: Path, device: torch.device, tp: int) -> tuple[Decoder, To
     """Load a Hugging Face folder as it is; it cannot be cut before it is imported."""
     if tp > 1:
         raise InputError(
-            f"{path} is a Hugging Face folder, which is not cut while it is read",
+            f"{path} is a Hugging Face folder, which tensor parallelism does not support",
             hint=f"make a checkpoint of it first: shoal import {path} NEW",
         )
     foreign = open_foreign(path, Told())

@@ -98,7 +98,7 @@ def answer(loaded: TextModel, prompt: str, options: GenerateOptions) -> None:
 def converse(loaded: TextModel, lines: Iterable[str], options: GenerateOptions, *, ask: bool) -> None:
     """Continue each line that is typed, until `stop` alone or the end of the file; `ask` prints "> "."""
     if ask:
-        print("Type a text to be continued; `stop` alone ends.\n> ", end="", flush=True)
+        print("Enter a prompt (type `stop` to quit).\n> ", end="", flush=True)
     for number, line in enumerate(lines):
         prompt = line.rstrip("\r\n")
         if prompt.strip() == "stop":

@@ -93,7 +93,9 @@ class Foreign:
             if entry.cut is not None:
                 wanted[entry.cut] //= ranks
             if found != wanted:
-                raise CheckpointError(f"{entry.theirs} is {found} in {self.source['path']}, and not {wanted}")
+                raise CheckpointError(
+                    f"{entry.theirs} is {found} in {self.source['path']}; expected {wanted}"
+                )
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,12 @@ def open_foreign(path: Path, told: Told) -> Foreign:
         return _open_nanogpt(path, told)
     if (path / "config.json").is_file():
         if told.n_heads or told.vocab_size:
-            raise InputError(f"{path / 'config.json'} tells heads and vocabulary: leave the options out")
+            raise InputError(f"{path / 'config.json'} has heads and vocabulary: leave the options out")
         return _open_hugging_face(path)
     if path.is_dir() and ((path / _TRACKER).is_file() or _ranks_in(path)):
         return _open_megatron(path, told)
     raise InputError(
-        f"{path} is no checkpoint that can be imported",
+        f"{path} is not a checkpoint that can be imported",
         hint="give a Hugging Face folder (config.json and weights), nanoGPT's ckpt.pt, or Megatron's folder "
         f"({_TRACKER} or mp_rank_00)",
     )

@@ -70,7 +70,7 @@ def read_pickle(path: Path) -> Any:
         raise
     except Exception as error:  # whatever a strange file makes the reader stumble over
         kind = type(error).__name__
-        raise CheckpointError(f"{path} is no file of torch.save, or damaged ({kind})") from error
+        raise CheckpointError(f"{path} is not a file of torch.save, or it is damaged ({kind})") from error
 
 
 @contextmanager
@@ -95,7 +95,9 @@ def _inspect_zip(file: BinaryIO, path: Path) -> None:
         if len(structures) != 1:
             raise CheckpointError(f"{path} holds {len(structures)} structures, and torch.save writes one")
         if structures[0].file_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} has a structure of {structures[0].file_size >> 20} MiB: refused")
+            raise CheckpointError(
+                f"{path} has a structure of {structures[0].file_size >> 20} MiB, above {_MAX_BYTES >> 20}"
+            )
         _inspect(io.BytesIO(archive.read(structures[0])), path)
 
 
@@ -132,9 +134,9 @@ def _inspect(stream: BinaryIO, path: Path) -> None:
             if operation.stack_after:
                 stack.append(_make(name, argument, taken, path))
                 if stack[-1].nodes > _MAX_NODES:
-                    raise CheckpointError(f"{path} grows without end by references to itself: refused")
+                    raise CheckpointError(f"{path} grows without end by references to itself")
         if count > _MAX_OPERATIONS:
-            raise CheckpointError(f"{path} has a structure of more than {_MAX_OPERATIONS:,} parts: refused")
+            raise CheckpointError(f"{path} has a structure of more than {_MAX_OPERATIONS:,} parts, the limit")
 
 
 def _take(stack: list[_Made], marks: list[int], before: list[Any]) -> list[_Made]:
@@ -159,12 +161,12 @@ def _make(name: str, argument: Any, taken: list[_Made], path: Path) -> _Made:
         asked = asked.replace(" ", ".")
         if not (_TORCH.fullmatch(asked) or asked in _INERT):
             raise CheckpointError(
-                f"{path} asks for {asked[:100]}: refused, as tensors, containers and numbers need none of it",
+                f"{path} asks for {asked[:100]}, which tensors, containers and numbers do not need",
                 hint="do not load it with another program either, unless you know who made it",
             )
         return _Made(nodes + 1, asked)
     if name == "REDUCE" and taken[0].text == "_codecs.encode" and taken[1].text != "latin1":
-        raise CheckpointError(f"{path} encodes text in a way that no torch.save does: refused")
+        raise CheckpointError(f"{path} encodes text in a way that torch.save does not")
     if name.startswith("TUPLE") and taken:
         return _Made(nodes + 1, taken[-1].text)
     return _Made(nodes + 1, argument if isinstance(argument, str) else "")

@@ -100,7 +100,7 @@ class _Agent(LocalElasticAgent):
         """Say last on the screen why the job failed; return its exit status."""
         assert self._last_failure is not None, "the agent failed without a failed worker"
         if stop_marker(self._run_dir).exists() and self._last_failure.secondary:
-            log.info("stopped; the last committed checkpoint, if any, stands")
+            log.info("stopped without saving; the last committed checkpoint, if any, is kept")
             return EXIT_STOPPED
         show_progress("")  # of a worker that had no time to remove it
         print(f"error: {self._last_failure}", file=sys.stderr)
@@ -161,7 +161,8 @@ class _Agent(LocalElasticAgent):
             self._signal_workers(signal.SIGKILL)
             os._exit(128 + number)
         marker.write_text(signal.Signals(number).name)
-        log.info(f"\n{signal.Signals(number).name}: saving at the end of a step; once more stops at once")
+        name = signal.Signals(number).name
+        log.info(f"\n{name}: saving at the end of this step; press Ctrl-C again to stop immediately")
         self._signal_workers(signal.SIGTERM)
 
     def _signal_workers(self, number: signal.Signals) -> None:

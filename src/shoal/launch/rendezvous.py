@@ -28,7 +28,7 @@ LOST_S = 15.0  # silence after which a host counts as lost
 _BEAT_S = 0.25
 _STORE_S = 60.0
 _LEAVE_S = 5.0  # how long node 0 keeps the store for nodes that have not read everything yet
-RUN_AGAIN = "when it is back, run the same command on every host: training goes on from the last checkpoint"
+RUN_AGAIN = "when it is back, run the same command on every host: training resumes from the last checkpoint"
 
 
 def open_store(endpoint: Endpoint, address: str, timeout_s: float) -> dist.TCPStore:

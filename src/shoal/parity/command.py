@@ -108,7 +108,7 @@ def parity(
     if strategy_of(config).apart:
         raise InputError(
             f"sync.strategy = {config.sync.strategy}: parity compares processes that take the same steps",
-            hint="leave the section sync out, or choose a strategy that agrees at every step",
+            hint="leave the section sync out, or choose a synchronous strategy",
         )
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     if not chosen:

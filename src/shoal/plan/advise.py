@@ -120,7 +120,7 @@ def command(config: Config, options: AdviseOptions) -> int:
     link, compute_time = link or found.link, compute_time or found.compute_time
     if link is None:
         raise ShoalError(
-            "no bandwidth can be told from the times measured: they hardly grow with size",
+            "the measured times hardly grow with size, so no bandwidth can be fitted",
             hint="give more --seconds, or the link itself, as in --link 1gbit",
         )
     assert compute_time is not None
@@ -209,7 +209,7 @@ def advice(rows: Sequence[Prediction]) -> str:
     best = min((row.relative for row in compressed), default=0.0)
     if best * _SLOWER > 1:
         first = max(compressed, key=lambda row: row.below_bytes_per_s)
-        effect = "slow you down" if best >= 1 else "gain you next to nothing"
+        effect = "slow you down" if best >= 1 else "save less than 5 %"
         sentences.append(
             f"Compression would {effect} here: "
             + ", ".join(f"{row.strategy} {row.relative:.2f}" for row in compressed)
@@ -243,7 +243,7 @@ def _why_not(fastest: Prediction, chosen: Prediction) -> list[str]:
 
 def _begins(row: Prediction) -> str:
     if not row.below_bytes_per_s:
-        return "it pays on no link"
+        return "it is slower on every link"
     return f"{row.strategy} is the first to pay, below {_rate(row.below_bytes_per_s)}"
 
 
@@ -253,9 +253,14 @@ def _lines(basis: Basis, asked: Demand, work_s: float) -> tuple[Line, ...]:
 
 def _check(options: AdviseOptions) -> None:
     if options.step_ms is not None and options.step_ms <= 0:
-        raise InputError(f"--step-ms {options.step_ms:g}: a step takes time", hint="use a number above 0")
+        raise InputError(
+            f"--step-ms {options.step_ms:g}: must be above 0", hint="give the milliseconds of a step"
+        )
     if options.seconds <= 0:
-        raise InputError(f"--seconds {options.seconds:g}: measuring takes time", hint="use a number above 0")
+        raise InputError(
+            f"--seconds {options.seconds:g}: must be above 0",
+            hint="give the seconds for measuring, such as 20",
+        )
     check_targets(options.json)
 
 
@@ -271,12 +276,12 @@ def _layout(config: Config, options: AdviseOptions) -> Layout:
     count = layout.dp_replicate
     if count < 2:
         raise InputError(
-            f"layout {layout} has one replica, and nothing to agree on",
+            f"layout {layout} has one replica: there is nothing to synchronise",
             hint="name one with replicas, such as --layout dp4",
         )
     if options.hosts and (options.hosts < 2 or count % options.hosts):
         raise InputError(
-            f"--hosts {options.hosts}: {count} replicas cannot be shared out so that links join them",
+            f"--hosts {options.hosts}: {count} replicas cannot be divided evenly over so many hosts",
             hint="use " + " or ".join(str(n) for n in range(2, count + 1) if count % n == 0),
         )
     rules.check(config, layout.dp)
@@ -342,7 +347,9 @@ def _print(basis: Basis, rows: list[Prediction], layout: Layout) -> None:
         )
     console.print(table)
     for row in (row for row in rows if row.refused):
-        console.print(escape(f"{row.strategy} is refused: {row.refused}"), highlight=False, soft_wrap=True)
+        console.print(
+            escape(f"{row.strategy} is unsupported here: {row.refused}"), highlight=False, soft_wrap=True
+        )
     console.print(escape(advice(rows)), highlight=False, soft_wrap=True)
 
 

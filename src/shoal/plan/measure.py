@@ -327,6 +327,6 @@ def parse_link(words: str) -> Link:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency.strip())
     if comma and not found:
         raise InputError(
-            f"{latency.strip()!r} is no latency of a link", hint="write 100mbit, 1gbit or 100mbit,0.2ms"
+            f"{latency.strip()!r} is not a latency", hint="write 100mbit, 1gbit or 100mbit,0.2ms"
         )
     return Link(float(found[1]) * _SECONDS[found[2]] if found else _LATENCY_S, parse_rate(rate))

@@ -144,7 +144,7 @@ class FlightRecorder:
             self.phase = UNRECORDED
             self._beat()
         log.warning(
-            f"warning: this rank's last operations are no longer recorded, so no hang is told: {error!r}"
+            f"warning: operations are no longer recorded; a hang of this rank cannot be diagnosed: {error!r}"
         )
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ def refuse_loopback(address: str, given: str) -> None:
         others = [own for own in interfaces() if not is_loopback(own) and not own.startswith("fe80")]
         raise InputError(
             f"{given} is {address}, this machine's loopback address: on any other host it means that host "
-            "itself, so they cannot meet there",
+            "itself, so other hosts cannot connect to it",
             hint="give an address that the other hosts reach"
             + (f": {' or '.join(others)}" if others else ""),
         )

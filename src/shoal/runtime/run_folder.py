@@ -91,4 +91,4 @@ def clear_way(path: Path, *, folder: bool = False) -> None:
     target = next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
     path.rename(target)
     what = "folder" if folder else "file"
-    log.warning("warning: %s is no %s: it is set aside as %s", path, what, target.name)
+    log.warning("warning: %s is not a %s: moved to %s", path, what, target.name)

@@ -109,7 +109,9 @@ class Stop:
         if self._launched:
             threading.Timer(_ORPHAN_GRACE_S, self._leave_unless_asked).start()
         else:
-            log.info(f"{self._signal}: saving at the end of a step; once more stops at once")
+            log.info(
+                f"{self._signal}: saving at the end of this step; press Ctrl-C again to stop immediately"
+            )
 
     def _leave_unless_asked(self) -> None:
         if not stop_marker(self._run_dir).exists():

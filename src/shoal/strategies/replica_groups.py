@@ -93,7 +93,7 @@ class ReplicaGroupLauncher:
         """
         if nproc % size:
             raise ConfigError(
-                f"--nproc {nproc} with replicas of {size} processes: one would lie on two hosts",
+                f"--nproc {nproc} with replicas of {size} processes: one would be split over two hosts",
                 hint=f"use --nproc {max(1, nproc // size) * size}",
             )
         self._arguments, self._run_dir = list(arguments), run_dir
@@ -125,7 +125,7 @@ class ReplicaGroupLauncher:
         all_is_loaded()
         log.info(
             f"{self._num_replicas} replicas of {counted(self._size, 'process')} meet at {self._address}:"
-            f"{self._store.port}; here: {', '.join(map(str, self._here))}; the screens of all but replica 0 "
+            f"{self._store.port}; here: {', '.join(map(str, self._here))}; the output of all other replicas "
             f"are in {self._run_dir / 'replicas'}"
         )
         for number in SIGNALS:
@@ -248,7 +248,7 @@ class ReplicaGroupLauncher:
         self._statuses |= dict.fromkeys(self._due, EXIT_STOPPED)  # their last checkpoints are kept
         self._due.clear()
         self._signal(signal.SIGTERM)
-        log.info("\nall replicas finish their step and save; once more stops at once")
+        log.info("\nall replicas finish their step and save; press Ctrl-C again to stop immediately")
 
     def _signal(self, number: signal.Signals) -> None:
         for child in list(self._children.values()):

@@ -82,6 +82,6 @@ class LossGuard:
         self.mean = decay * self.mean + (1 - decay) * loss
 
     def _report(self, incident: dict[str, Any]) -> None:
-        log.warning(f"step {incident['step']}: {incident['kind']}; guard says {incident['action']}")
+        log.warning(f"step {incident['step']}: {incident['kind']}; guard: {incident['action']}")
         if self._incidents is not None:
             append_json(self._incidents, incident)

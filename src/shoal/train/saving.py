@@ -56,7 +56,9 @@ def resume(job: Job) -> int:
             checkpoint = as_checkpoint(job.request.init, job.run_dir)
             _load_init(job, checkpoint, read_state(checkpoint))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the state of checkpoint {checkpoint} lacks or garbles {error}") from error
+        raise CheckpointError(
+            f"the state of checkpoint {checkpoint} has a missing or invalid entry: {error}"
+        ) from error
     except CheckpointError as error:
         if own or not borrowed:
             raise

@@ -112,7 +112,7 @@ class _Feed:
                 self._queue.put(None, timeout=_CLOSE_S)
             self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            log.warning(f"warning: {self._name} did not finish in {_CLOSE_S:g} s and is left behind")
+            log.warning(f"warning: {self._name} did not finish in {_CLOSE_S:g} s and is abandoned")
         if self._left_out:
             log.warning(f"warning: {self._name} could not keep up: {self._left_out} lines left out")
 
@@ -126,7 +126,7 @@ class _Feed:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             log.warning(
                 f"warning: {self._name} gets no more metrics ({reason}); "
-                "training goes on, and metrics.jsonl has everything"
+                "training continues, and metrics.jsonl has everything"
             )
 
 

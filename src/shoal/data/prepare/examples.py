@@ -111,7 +111,7 @@ def _refuse_other(old: Any, new: dict[str, Any], output: Path) -> None:
     now = json.loads(json.dumps({name: value for name, value in new.items() if name != "splits"}))
     if not isinstance(old, dict) or {name: old.get(name) for name in now} != now:
         raise InputError(
-            f"{output} already holds a dataset made otherwise",
+            f"{output} already holds a dataset made with other options",
             hint="choose another --output, or delete that folder first",
         )
 

@@ -78,7 +78,9 @@ class PrepareOptions:
         train, validation, test = shares
         kept = (train, 0.0 if self.validation else validation, 0.0 if self.test else test)
         if not kept[0]:
-            raise ConfigError(f"--split {self.split} gives training nothing", hint="use for example 949,50,1")
+            raise ConfigError(
+                f"--split {self.split} leaves no training data", hint="use for example 949,50,1"
+            )
         return tuple(value / sum(kept) for value in kept)  # type: ignore[return-value]
 
 

@@ -371,7 +371,7 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
                 allowed -= len(value or "")
                 if allowed < 0:
                     raise DataError(
-                        f"{source.path}: column {form.text_key!r} repeats a text beyond all measure",
+                        f"{source.path}: column {form.text_key!r} repeats a text too many times",
                         hint="leave the file out",
                     )
                 yield TextRow(number, 0, *_check_text(value, form.text_key))
@@ -391,7 +391,7 @@ def _refuse_packed(metadata: Any, groups: list[int], source: SourceFile, key: st
             whole += size
             if size > max(_SMALL, _MAX_PACKED * packed):
                 raise DataError(
-                    f"{source.path}: {packed:,} bytes of column {key!r} become {size:,}: refused",
+                    f"{source.path}: column {key!r} unpacks from {packed:,} to {size:,} bytes",
                     hint="leave the file out, or write it again in smaller row groups",
                 )
     return max(_SMALL, _MAX_REPEATED * whole)
@@ -464,6 +464,6 @@ def refuse_wrong_key(source: SourceFile, form: Format) -> None:
     if batch is not None and batch.column("reason").null_count == 0:
         reason = batch.column("reason")[0].as_py()
         raise DataError(
-            f"{source.path}: the first {len(batch):,} documents are all refused: {reason}",
-            hint=_NAME_THE_KEY if reason.startswith(_NO_KEY) else "mend the file, or leave it out",
+            f"{source.path}: the first {len(batch):,} documents were all rejected: {reason}",
+            hint=_NAME_THE_KEY if reason.startswith(_NO_KEY) else "correct the file, or leave it out",
         )

@@ -102,7 +102,7 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
     different = changes(dataset.manifest.get("inputs", {}), inputs)
     if different:
         raise InputError(
-            f"{output} already holds a dataset made otherwise: {'; '.join(different)}",
+            f"{output} already holds a dataset made with other options: {'; '.join(different)}",
             hint="choose another --output, or delete that folder first",
         )
     shutil.rmtree(output / WORK_DIR, ignore_errors=True)  # left by a kill after the manifest was written

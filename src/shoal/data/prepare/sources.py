@@ -19,7 +19,7 @@ STDLIB = "stdlib"
 _NOT_TEXT = {"__pycache__", "node_modules"}  # folders that are passed over, as hidden ones are
 _LISTED = 8  # kinds of files that are passed over, at most
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_RUN_AGAIN = "run the same command again when nothing writes to the text any more; it starts anew"
+_RUN_AGAIN = "run the same command again once no program writes to the text; it starts from the beginning"
 _GLOB = frozenset("*?[")
 
 
@@ -186,7 +186,9 @@ def _stdlib(role: str) -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [p for p in sorted(root.rglob("*.py")) if not _NOT_CORPUS & set(p.relative_to(root).parts[:-1])]
     if sum(p.stat().st_size for p in files) < 1 << 20:
-        raise DataError(f"this Python keeps no source text in {root}", hint="name text files of your own")
+        raise DataError(
+            f"this Python has no standard library source in {root}", hint="name text files of your own"
+        )
     yield from (_source(p, role, "text") for p in files)
 
 

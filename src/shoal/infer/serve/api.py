@@ -68,7 +68,7 @@ class _Wish(BaseModel):
         assert info.field_name is not None
         harmless = _NOT_DONE[info.field_name]
         if value is not None and (value != harmless or isinstance(value, bool) != isinstance(harmless, bool)):
-            raise ValueError("this server does not do that; leave it out")
+            raise ValueError("not supported by this server; leave it out")
         return value
 
     @property

@@ -93,7 +93,7 @@ class Batcher:
             ahead = sum(not ticket.cancelled for ticket in self._all())
             if ahead + len(tickets) > self._engine.rows + self._max_waiting:
                 raise BusyError(
-                    f"{ahead} texts are being made; at most {self._engine.rows + self._max_waiting} may",
+                    f"{ahead} requests are queued; the limit is {self._engine.rows + self._max_waiting}",
                     hint="try again in a while",
                 )
             self._waiting.extend(tickets)

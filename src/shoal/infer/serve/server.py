@@ -90,10 +90,10 @@ class Address:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise InputError(f"--port {self.port} is no port", hint="use 1 to 65535, or 0 for a free one")
+            raise InputError(f"--port {self.port} is not a port", hint="use 1 to 65535, or 0 for a free one")
         if not self.token and not _is_loopback(self.host):
             raise InputError(
-                f"--host {self.host} lets other machines in: a token is required",
+                f"--host {self.host} accepts connections from other machines: a token is required",
                 hint="write a long random word into a file that only you can read: --token-file FILE",
             )
 
