@@ -92,17 +92,16 @@ def train(
     """
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, {"steps": steps, "lr": lr, "batch_size": batch_size, "seq_len": seq_len})
-    words, resolved = (
-        _lay_out(overrides, layout),
-        load_config(config, overrides),
-    )  # mistakes come before torch
+    words = _lay_out(overrides, layout)
+    resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    run_dir = (run_dir or _named_after(config, resolved)).absolute()
-    request = Request(resolved, run_dir, init, init_optimizer, words, verbose=verbose)
+    request = Request(
+        resolved, _folder(run_dir, config, resolved), init, init_optimizer, words, verbose=verbose
+    )
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -210,10 +209,10 @@ def _load(workers: int, *, launching: bool) -> None:
     keep_memory()
 
 
-def _named_after(config: str, resolved: Config) -> Path:
-    """Return the folder of a run that has no --run-dir."""
+def _folder(run_dir: Path | None, config: str, resolved: Config) -> Path:
+    """Return the folder of a run: --run-dir, or one named after what is trained on what."""
     names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
-    return Path("runs") / "-".join(names)
+    return (run_dir or Path("runs") / "-".join(names)).absolute()
 
 
 def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:
