@@ -100,7 +100,7 @@ def train(
     from shoal.train.request import Request
 
     request = Request(
-        resolved, _folder(run_dir, config, resolved), init, init_optimizer, words, verbose=verbose
+        resolved, _named(run_dir, config, resolved), init, init_optimizer, words, verbose=verbose
     )
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
@@ -209,7 +209,7 @@ def _load(workers: int, *, launching: bool) -> None:
     keep_memory()
 
 
-def _folder(run_dir: Path | None, config: str, resolved: Config) -> Path:
+def _named(run_dir: Path | None, config: str, resolved: Config) -> Path:
     """Return the folder of a run: --run-dir, or one named after what is trained on what."""
     names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
     return (run_dir or Path("runs") / "-".join(names)).absolute()
