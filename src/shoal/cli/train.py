@@ -104,8 +104,9 @@ def train(
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    run_dir = (run_dir or _named_after(config, resolved)).absolute()
-    request = Request(resolved, run_dir, init, init_optimizer, words, verbose=verbose)
+    request = Request(
+        resolved, _named(run_dir, config, resolved), init, init_optimizer, words, verbose=verbose
+    )
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -213,10 +214,10 @@ def _load(workers: int, *, launching: bool) -> None:
     keep_memory()
 
 
-def _named_after(config: str, resolved: Config) -> Path:
-    """Return the folder of a run that has no --run-dir."""
+def _named(run_dir: Path | None, config: str, resolved: Config) -> Path:
+    """Return the folder of a run: --run-dir, or one named after what is trained on what."""
     names = [Path(config).stem, *(Path(dataset).name for dataset in resolved.data.datasets)]
-    return Path("runs") / "-".join(names)
+    return (run_dir or Path("runs") / "-".join(names)).absolute()
 
 
 def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:
