@@ -1,4 +1,4 @@
-"""`shoal bench frameworks`: an environment of its own for each framework that is compared with PyTorch.
+"""`shoal bench frameworks`: a virtual Python of its own for each framework that is compared with PyTorch.
 
 Versions are pinned: they were seen computing the same as PyTorch. PyTorch itself is the one that runs Shoal.
 """

@@ -35,6 +35,7 @@ from shoal.runtime.files import read_json, write_json
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
+_RUN = "import sys; sys.path.insert(0, sys.argv[1]); import harness; sys.exit(harness.main(*sys.argv[2:]))"
 _REFERENCE = "pytorch"
 _AGREE = 1e-3  # relative, of loss and gradient norm
 _CLOCKS, _SLACK_S = (
@@ -146,7 +147,7 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
         hint = f"shoal bench frameworks --install {cell.framework}, or --python {cell.framework}=PATH"
         return Row(cell, "failed", f"{cell.framework} is not installed: {hint}")
     write_json(folder / "job.json", job)
-    command = [python, "-u", str(_ADAPTERS / "harness.py"), cell.framework, str(folder / "job.json")]
+    command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     words = ["env", *(f"{name}={cell.threads}" for name in names_of_threads), *command]
     try:

@@ -76,8 +76,7 @@ def train(
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     init
-        Run, checkpoint or Hugging Face folder whose weights a new run starts from. A Hugging Face folder also
-        gives the settings of the model that CONFIG leaves out.
+        Run, checkpoint or Hugging Face folder (also of the model's settings) to start a new run from.
     init_optimizer
         With --init, also keep the optimiser's moments.
     allow_tokenizer_mismatch
@@ -92,21 +91,15 @@ def train(
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
     overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
-    _add_short(overrides, {"steps": steps, "lr": lr, "batch_size": batch_size, "seq_len": seq_len})
-    words = _lay_out(overrides, layout)
-    resolved = load_config(config, overrides)  # a mistake is told before torch is loaded, which takes seconds
-    if init is not None:
-        from shoal.interop.hugging_face import with_model_of
-
-        resolved = with_model_of(resolved, init)
+    _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
+    words, resolved = _resolve(config, overrides, layout, init)  # reports mistakes before torch is loaded
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
+    run = _named(run_dir, config, resolved)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    request = Request(
-        resolved, _named(run_dir, config, resolved), init, init_optimizer, words, verbose=verbose
-    )
+    request = Request(resolved, run, init, init_optimizer, words, verbose=verbose)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -220,7 +213,7 @@ def _named(run_dir: Path | None, config: str, resolved: Config) -> Path:
     return (run_dir or Path("runs") / "-".join(names)).absolute()
 
 
-def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> None:
+def _add_short(overrides: dict[str, dict[str, Any]], **given: float | None) -> None:
     """Add what options with short names set; the long name beside it is an error."""
     for short, value in given.items():
         section, _, field = SHORT[short].partition(".")
@@ -230,6 +223,19 @@ def _add_short(overrides: dict[str, dict[str, Any]], given: dict[str, Any]) -> N
             names = (f"--{name.replace('_', '-')}" for name in (short, SHORT[short]))
             raise InputError(f"{' and '.join(names)} set the same value", hint="leave one of the two out")
         overrides[section][field] = value
+
+
+def _resolve(
+    config: str, overrides: dict[str, dict[str, Any]], layout: str | None, init: Path | None
+) -> tuple[Layout | None, Config]:
+    """Return the layout in words, and the configuration; a Hugging Face folder gives what it leaves out."""
+    words = _lay_out(overrides, layout)
+    resolved = load_config(config, overrides)
+    if init is not None:
+        from shoal.interop.hugging_face import with_model_of
+
+        resolved = with_model_of(resolved, init)
+    return words, resolved
 
 
 def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout | None:

@@ -1,8 +1,8 @@
 """The measuring loop that every framework's adapter runs in: one process, one network, one batch size.
 
 This folder is run by other Pythons than Shoal's: nothing here imports Shoal, and an adapter imports its
-framework alone. `python harness.py ADAPTER JOB.json` prints one JSON object a line: `built`, `identity`,
-`timed`, or `error`.
+framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`, `identity`, `timed`, or
+`error`.
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
@@ -25,7 +25,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -90,7 +89,3 @@ def main(name: str, job_file: str) -> int:
         emit("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()[-4000:])
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
