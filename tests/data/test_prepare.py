@@ -118,7 +118,7 @@ def test_a_split_by_tokens_is_the_stream_cut_in_three(prepare, tmp_path, documen
 
 def test_too_little_text_says_what_it_takes(prepare, tmp_path):
     (tmp_path / "in.txt").write_text("short")
-    with pytest.raises(DataError, match=r"with 1 documents and 6 tokens gives train 6, validation 0, test 0"):
+    with pytest.raises(DataError, match=r"with 1 document and 6 tokens gives train 6, validation 0, test 0"):
         prepare(tmp_path / "in.txt")
 
 

@@ -98,7 +98,7 @@ def test_reproducible_kernels_are_asked_for_and_a_callers_choice_stands(monkeypa
 
 def test_two_nccl_ranks_on_one_gpu_are_refused(monkeypatch):
     fake_gpus(monkeypatch, 1)
-    with pytest.raises(ConfigError, match=r"2 ranks on this host, but only 1 CUDA device\(s\)") as caught:
+    with pytest.raises(ConfigError, match=r"2 ranks on this host, but only 1 CUDA device:") as caught:
         devices.select_device("auto", 0, 2)
     assert "--nproc 1" in caught.value.hint
 

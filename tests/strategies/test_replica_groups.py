@@ -118,7 +118,7 @@ def test_replicas_start_and_end_as_one_command_and_agree(data, tmp_path):
     arguments = ("--nproc", "2", *DILOCO, "--sync.every", "2", "--train.steps", "4")
     status, screen = shoal(data, run, *arguments)
     assert status == 0, screen
-    assert re.search(r"2 replicas of 1 process\(es\) meet at 127\.0\.0\.1:\d+; here: 0, 1", screen)
+    assert re.search(r"2 replicas of 1 process meet at 127\.0\.0\.1:\d+; here: 0, 1", screen)
     assert "diloco: 2 replicas agree on weights every 2 steps" in screen
     assert [line["step"] for line in lines(run) if "round" in line] == [2, 4]
     assert same_weights(run, run / "replicas/1")

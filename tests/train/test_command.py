@@ -67,7 +67,7 @@ def test_the_first_page_warns_of_slow_products_and_says_how_chunks_fall(data, tm
     slow = "warning: fp16 matrix products are not in this CPU's hardware: large ones run some 50 times slower"
     assert slow in screen
     chunks = "full, 1 chunk of 2 layers and one of 1: train.recompute_layers does not divide 3 layers"
-    assert f"{chunks}, their inputs in host memory" in log_of(tmp_path / "run")
+    assert f"{chunks}, their inputs in host memory" in " ".join(log_of(tmp_path / "run").split())
     assert "train.recompute_offload = true saves nothing on a CPU, whose memory is the host's" in screen
 
 
@@ -250,7 +250,7 @@ def test_layout_words_set_the_axes_and_the_number_of_processes(data, tmp_path):
 
 
 def test_a_launcher_must_start_as_many_ranks_as_the_layout_has():
-    with pytest.raises(ConfigError, match=r"--layout tp4 is for 4 process\(es\), and there are 2"):
+    with pytest.raises(ConfigError, match=r"--layout tp4 is for 4 processes, not for 2"):
         Request(Config(), Path(), layout=parse_layout("tp4")).check(2)
 
 
@@ -419,6 +419,9 @@ def test_damaged_data_ends_all_ranks_with_its_name(tmp_path, mode):
     status, said = shoal(data, tmp_path / "run", "--train.steps", "3", "--nproc", "2", "--data.verify", mode)
     assert status == 2, said
     assert "validation.bin changed since it was prepared" in said
-    assert f"{mode}: 6 files" in log_of(tmp_path / "run")
+    if mode == "full":  # no step was taken: nothing is left
+        assert not (tmp_path / "run").exists()
+    else:
+        assert "once: 6 files" in log_of(tmp_path / "run")
     status, said = shoal(data, tmp_path / "off", "--train.steps", "3", "--data.verify", "off")
     assert status == 0, said

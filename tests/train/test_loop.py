@@ -87,6 +87,8 @@ def test_a_start_drops_records_of_later_steps_and_of_the_finished_model(tmp_path
     told += [{"step": 3}, {"step": 3, "test_loss": 3.0}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in told))
-    metrics = SimpleNamespace(_path=path, _process=SimpleNamespace(rank=0), _sinks=MagicMock())
+    metrics = SimpleNamespace(
+        _path=path, _process=SimpleNamespace(rank=0), _sinks=MagicMock(), _curve=MagicMock()
+    )
     Metrics.start(metrics, 2, SimpleNamespace(traffic=None))
     assert [json.loads(line) for line in path.read_text().splitlines()] == told[:3]

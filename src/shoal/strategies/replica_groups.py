@@ -125,8 +125,8 @@ class ReplicaGroupLauncher:
         all_is_loaded()
         log.info(
             f"{self._num_replicas} replicas of {counted(self._size, 'process')} meet at {self._address}:"
-            f"{self._store.port}; here: {', '.join(map(str, self._here))}; the output of all other replicas "
-            f"are in {self._run_dir / 'replicas'}"
+            f"{self._store.port}; here: {', '.join(map(str, self._here))}; output of replicas "
+            f"other than 0: {self._run_dir / 'replicas'}"
         )
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
