@@ -39,11 +39,12 @@ app.command(
     help_formatter=HelpPage(hidden=SHORT.values()),
     help="Train a GPT or a classic network; run the same command again to resume.\n\n"
     "The command is the same for one process, several (--nproc), several hosts (--nnodes, --rdzv), torchrun "
-    "and Slurm. A preset or file overrides the defaults of settings: `shoal config tiny` prints its "
+    "and Slurm. The preset or file overrides the defaults shown here; `shoal config tiny` prints its "
     "values.\n\n"
     "Exit status: 0 done, 1 failed, 2 bad input, 75 stopped on request with everything saved.",
     help_epilogue="Example: shoal train tiny --data datasets/my-text -o runs/first --steps 500\n\n"
-    "Example: shoal train my.toml --data datasets/my-text --nproc 4 --lr 3e-4 --model.n-layers 6",
+    "Example: shoal train my.toml --data datasets/my-text --nproc 4 --lr 3e-4\n\n"
+    "Example: shoal train tiny --data datasets/my-text --model.n-layers 6",
 )
 app.command(
     "shoal.cli.train:parity",
@@ -65,9 +66,9 @@ app.command(
     "Measures the link, the step of one replica and the computation of each strategy. The predicted step "
     "time is compute + the strategy's own computation + communication that is not overlapped. 'pays below' "
     "is the bandwidth below which a strategy is faster than all-reduce.",
-    help_epilogue="Example: shoal advise tiny --nproc 2   (processes of this host)\n\n"
-    "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (eight hosts that are not at hand)\n\n"
-    "Example: shoal advise runs/first --layout dp4 --link 1gbit --sync.every 50   (step times of a run)\n\n"
+    help_epilogue="Example: shoal advise tiny --nproc 2   (between processes of this host)\n\n"
+    "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (for other hosts)\n\n"
+    "Example: shoal advise runs/first --layout dp4 --link 1gbit   (its step times)\n\n"
     "Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400 "
     "-m shoal advise gpt2 --data DATASET   (the link between two hosts; run it on each)",
 )
@@ -93,20 +94,20 @@ def doctor(
 
     Example: shoal doctor --json doctor.json
 
-    Example: shoal doctor --nnodes 2 --rdzv 10.0.0.1:29400 --data datasets/mine   (on both hosts, within 30 s)
+    Example: shoal doctor --nnodes 2 --rdzv 10.0.0.1:29400   (on both, within 30 s)
 
     Parameters
     ----------
     json
         JSON file for the findings.
     nnodes
-        Number of hosts to check together; run the same command on each, in the folder for training.
+        Number of hosts to check together. Run the same command on each, in the folder where you will train.
     rdzv
-        Address where the hosts meet, as HOST:PORT: the first host, and a port that is free there.
+        Address where the hosts meet, as HOST:PORT: the first host, and a free port there.
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     data
-        Dataset folders to check; with several hosts, also that they are the same on all.
+        Dataset folders to check; with several hosts, also whether they are the same on all.
     """
     from shoal.doctor.command import doctor as run
     from shoal.runtime.network import several_hosts
@@ -137,22 +138,22 @@ def prepare(
 ) -> None:
     """Prepare a dataset from text or labelled examples.
 
-    An interrupted run continues when the same command is run again.
+    Run the same command again to continue after an interruption.
 
     Example: shoal prepare stdlib --output datasets/stdlib --vocab-size 4096
 
-    Example: shoal prepare corpus/*.jsonl.gz notes/ --output datasets/mine --tokenizer gpt2 --text-key body
+    Example: shoal prepare 'corpus/*.jsonl.gz' --output datasets/mine --text-key body
 
-    Example: shoal prepare mnist/ --output datasets/mnist   (then: shoal train fcn-r --data datasets/mnist)
+    Example: shoal prepare mnist/ --output datasets/mnist
 
     Parameters
     ----------
     inputs
-        Files, folders or quoted globs. A named file is read whatever its name: JSON lines, CSV, TSV and
-        Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code of this Python's
-        standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or x_train, y_train,
-        x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version, `sklearn-digits`, or
-        `random-images` (generated, for timing).
+        Files, folders or quoted globs. A file that you name is read whatever its suffix: JSON lines by their
+        keys, CSV, TSV and Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code
+        of this Python's standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or
+        x_train, y_train, x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version,
+        `sklearn-digits`, or `random-images` (generated, for timing).
     output
         Dataset folder to create, or to continue.
     ext
@@ -164,9 +165,9 @@ def prepare(
         Vocabulary size for a newly trained bpe or word tokenizer (default: for bpe a power of two from 512 to
         32768 with at least 3 kB of text for each id; for word at most 32768).
     split
-        Weights of the train, validation and test splits. Documents are split; with few documents, tokens.
+        Weights of the train, validation and test splits, by documents, or by tokens if documents are few.
     seed
-        Random seed for the held-out documents and for the sample that a BPE is trained on.
+        Random seed for the split, and for the sample that a tokenizer is trained on.
     text_key
         Key or column that holds the text.
     delim
@@ -174,17 +175,17 @@ def prepare(
     separator
         Text between documents in a .txt file, with \\n for a newline (default: each file is one document).
     limit
-        Use only the first N documents.
+        Use only the first N documents that are not empty.
     validation
         Files for the validation split, instead of a part of INPUT.
     test
         Files for the test split, instead of a part of INPUT.
     max_rejected_share
-        Largest fraction of invalid documents before the command fails; rejects/ lists them.
+        Fraction of invalid documents above which the command fails; rejects/ lists them.
     workers
         Number of processes (default: one per core). The result does not depend on it.
     json
-        JSON file for the manifest and the speed.
+        JSON file to write, with the manifest and the speed.
     """
     from shoal.data.prepare.options import PrepareOptions
     from shoal.data.prepare.run import prepare_command

@@ -42,7 +42,8 @@ def collectives(
     Parameters
     ----------
     nproc
-        Number of processes on this host (default: 2). Under torchrun or srun, its ranks on all hosts.
+        Number of processes on this host (default: 2). Under torchrun or srun: those that it
+        has started, on all hosts.
     transport
         torch: gloo between CPUs, NCCL between GPUs. mpi: MPI between the ranks that mpirun has started.
     algorithms
@@ -53,7 +54,7 @@ def collectives(
     dtype
         Data type of the elements.
     json
-        JSON file for the table.
+        JSON file to write the table to.
     plot
         PNG file for a plot of time over size.
     """
@@ -99,37 +100,38 @@ def networks(
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
 ) -> int:
-    """Benchmark a training step of classic networks in frameworks that are shown to compute the same.
+    """Benchmark a training step of classic networks, in frameworks that are checked to compute the same.
 
-    Each row is a process of its own. Its parameters, loss and gradient norm on the same weights and samples
-    are compared with PyTorch's before its times count. All frameworks train with SGD on the same random data.
+    Each row is measured in a separate process. Its parameters, loss and gradient norm for the same weights
+    and samples are compared with PyTorch's before its times count. All frameworks train with SGD on the same
+    random data.
 
     Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
 
     Example: shoal bench networks --list
 
-    Example: shoal bench networks fcn-r alexnet-r --batch-sizes 128 1024 --threads 1 2 --output networks.json
+    Example: shoal bench networks fcn-r --batch-sizes 128 1024 --threads 1 2
 
     Parameters
     ----------
     names
         Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
     frameworks
-        Frameworks: pytorch, jax (`shoal bench frameworks` installs it).
+        Frameworks: pytorch, jax (install it with `shoal bench frameworks`).
     modes
-        default: settings of the framework as installed. tuned: with its compiler.
+        default: the framework's default settings. tuned: with its compiler.
     batch_sizes
         Samples per step.
     threads
         Numbers of threads (default: one per physical core).
     steps
-        Steps that are timed, after the warm-up.
+        Number of timed steps, after the warm-up.
     warmup
-        First steps that are not timed.
+        Number of first steps that are not timed.
     limit
-        Seconds after which a row is given up.
+        Seconds after which a row is stopped.
     python
-        Python with a framework, as NAME=PATH (default: the one that runs Shoal).
+        Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal).
     output
         JSON file for all samples with machine and versions, updated after each row. The same command
         continues it.
@@ -161,16 +163,16 @@ def gradsync(
 ) -> int:
     """Benchmark training with each synchronisation strategy: step time, bytes sent, waiting time, loss.
 
-    Each row is a separate `shoal train` with the same initial weights, data order and global batch size.
-    Times are medians; the first steps and a strategy's warm-up are excluded from times and bytes. The
+    Each row is a separate run of `shoal train` with the same initial weights, data order and global batch
+    size. Times are medians; the first steps and a strategy's warm-up are excluded from times and bytes. The
     validation loss is reported after all steps, and after the time that the fastest strategy took.
     Unsupported combinations are listed with the reason.
 
-    Exit status: 0 done, 1 a training failed, 2 bad input.
+    Exit status: 0 done, 1 a run failed, 2 bad input.
 
-    Example: shoal bench gradsync --networks gpt --workers 2 --strategies allreduce onebit diloco:every=20
+    Example: shoal bench gradsync --networks gpt --strategies onebit diloco:every=20
 
-    Example: shoal bench gradsync --link local 100mbit --output gradsync.json --plot gradsync.png   (as root)
+    Example: shoal bench gradsync --link local 100mbit --plot sync.png   (as root)
 
     Parameters
     ----------
@@ -185,17 +187,17 @@ def gradsync(
         Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
         bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
     steps
-        Optimiser steps per training.
+        Optimiser steps per run.
     global_batch_size
         Sequences per step over all workers (default: 128, 64 and 16 for the three networks).
     data
         One dataset for all networks, or one per network in their order (default: small generated ones).
     runs
-        Folder for the run folders; the same command resumes there.
+        Folder for the run folders; run the same command again to resume.
     output
-        JSON file for the results with machine, versions and all samples, updated after each training.
+        JSON file for the results with machine, versions and all samples, updated after each run.
     plot
-        PNG file for a plot of loss over step time, with bytes as area.
+        PNG file for a plot of loss over step time, in which areas show the bytes sent.
     """
     with loading():
         from shoal.bench.gradsync import GridOptions, command

@@ -29,11 +29,11 @@ def generate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tp: int = 1,
 ) -> None:
-    """Generate from a prompt, a JSONL file, or interactively (type `stop` to quit).
+    """Generate text from a prompt or a JSONL file, or interactively (type `stop` to quit).
 
-    Example: shoal generate runs/first --prompt "def main(" --max-tokens 100 --temperature 0.8 --top-k 50
+    Example: shoal generate runs/first --prompt "def main(" --temperature 0.8
 
-    Example: shoal generate runs/first --input prompts.jsonl --output completions.jsonl --samples 4
+    Example: shoal generate runs/first --input prompts.jsonl --output out.jsonl
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ def generate(
     input
         JSONL file with a prompt under "prompt" in each line; other keys are copied to the output.
     output
-        JSONL file for the lines of --input with their "completions" (default: the screen).
+        JSONL file to write: the lines of --input with their "completions" (default: the screen).
     samples
         Number of samples per prompt.
     max_tokens
-        Maximum number of new tokens; fewer where the document ends (default: 256). A text longer than the
+        Maximum number of new tokens; fewer if the document ends (default: 256). A text longer than the
         model's positions continues on a sliding window: when that is full, its last half is kept and read
         again.
     max_length_error
-        Reject a prompt or length beyond the model's positions instead of sliding.
+        Reject a prompt or length beyond the model's positions, instead of using a sliding window.
     greedy
         Always take the likeliest token; the same as --temperature 0.
     temperature
@@ -62,7 +62,7 @@ def generate(
     top_p
         Sample among the most likely tokens whose probabilities add up to P; 1 means all.
     seed
-        Random seed. A prompt's text does not depend on the other prompts of the batch.
+        Random seed. Other prompts in the batch change a text only through rounding.
     batch_size
         Number of sequences generated at once.
     device
@@ -134,9 +134,9 @@ def import_(
 
     Optimiser state is imported if present. Pickle files are read without executing code.
 
-    Example: shoal import models/gpt2 imported   (then: shoal generate imported --prompt "Once")
+    Example: shoal import models/gpt2 imported
 
-    Example: shoal import checkpoints/gpt2_345m imported --n-heads 16 --vocab-size 50257 --tokenizer files
+    Example: shoal import gpt2_345m imported --n-heads 16 --vocab-size 50257
 
     Parameters
     ----------
@@ -185,10 +185,11 @@ def evaluate(
     nproc: int = 0,
     json: Path | None = None,
 ) -> None:
-    """Evaluate perplexity and bits per byte, WikiText, LAMBADA, or lm-evaluation-harness tasks.
+    """Evaluate a model: perplexity and bits per byte, WikiText, LAMBADA, or lm-evaluation-harness tasks.
 
-    Without a text, the validation split of the model's training data is used. Each token is scored once,
-    given the previous tokens of its window. Results are also written as JSON beside the checkpoint.
+    Without --text or another source, the validation split of the training data is used. Each token
+    is scored once, given the previous tokens of its window. Results are also written as JSON beside the
+    checkpoint.
 
     Example: shoal evaluate runs/first
 
@@ -196,7 +197,7 @@ def evaluate(
 
     Example: shoal evaluate runs/first --tasks lambada_openai,hellaswag --limit 200
 
-    Example: shoal evaluate runs/first --wikitext wiki.test.tokens --lambada lambada_test.jsonl --nproc 2
+    Example: shoal evaluate runs/first --wikitext wiki.test.tokens --nproc 2
 
     Parameters
     ----------
@@ -207,9 +208,9 @@ def evaluate(
     wikitext
         WikiText file. It is detokenised; perplexity is per word of the original file.
     lambada
-        JSONL file with a passage under "text" in each line; scores how often the last word is predicted.
+        JSONL file with a passage under "text" in each line; measures how often the last word is predicted.
     data
-        Dataset that has the model's tokenizer.
+        Dataset folder, made with the model's tokenizer.
     tasks
         Tasks of lm-evaluation-harness, separated by commas. Most download their data.
     task_folder
@@ -217,9 +218,9 @@ def evaluate(
     limit
         Number of examples per task (default: all).
     allow_tokenizer_mismatch
-        Warn, instead of failing, about a different tokenizer of the same size.
+        Warn, instead of failing, about a different tokenizer with the same number of ids.
     split
-        Split of the dataset.
+        Split of the dataset (of the training data, without --data).
     seq_len
         Window length in tokens (default: the model's number of positions).
     stride
@@ -233,7 +234,7 @@ def evaluate(
     nproc
         Total number of processes, a multiple of --tp; the windows are divided among them (default: --tp).
     json
-        JSON file for the results, instead of the one beside the checkpoint.
+        JSON file to write the results to, instead of the one beside the checkpoint.
     """
     with loading():
         from shoal.infer.evaluate import run
@@ -272,7 +273,7 @@ def serve(
     checkpoint
         Run folder (its newest intact checkpoint), checkpoint, or Hugging Face folder.
     host
-        Address to listen on. Addresses other than this host's own need --token-file.
+        Address to listen on. An address that other hosts can reach needs --token-file.
     port
         Port to listen on; 0 chooses a free one.
     token_file

@@ -10,12 +10,14 @@ from typing import Literal, get_args
 def config(source: str | None = None, /) -> None:
     """Print a complete configuration as commented TOML.
 
-    Example: shoal config tiny > my.toml   (edit it, then: shoal train my.toml --data DATASET)
+    Edit the file, and give it to shoal train in place of a preset.
+
+    Example: shoal config tiny > my.toml
 
     Parameters
     ----------
     source
-        Preset (tiny, gpt2, llama-160m, ...) or TOML file (default: the default of every setting).
+        Preset (tiny, gpt2, llama-160m, ...) or TOML file (default: the defaults of all settings).
     """
     from shoal.config.load import load_config, to_toml
     from shoal.config.sections import Config
@@ -38,16 +40,18 @@ def config(source: str | None = None, /) -> None:
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print a script that completes commands and options in a shell.
 
+    Write it to a file that the shell loads; for zsh, in a folder of fpath.
+
     Example: shoal completion bash > ~/.local/share/bash-completion/completions/shoal
 
-    Example: shoal completion zsh > ~/.zfunc/_shoal   (a folder of your fpath)
+    Example: shoal completion zsh > ~/.zfunc/_shoal
 
     Example: shoal completion fish > ~/.config/fish/completions/shoal.fish
 
     Parameters
     ----------
     shell
-        Shell to complete in.
+        Shell that the script is for.
     """
     from shoal.cli.app import app
 

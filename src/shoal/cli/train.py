@@ -72,21 +72,21 @@ def train(
     nnodes
         Number of hosts; run the same command on each.
     rdzv
-        Address where the hosts meet, as HOST:PORT: the first host, and a port that is free there.
+        Address where the hosts meet, as HOST:PORT: the first host, and a free port there.
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     init
-        Run, checkpoint or Hugging Face folder (also of the model's settings) to start a new run from.
+        Run, checkpoint or Hugging Face folder with the initial weights (and for finetune, the model's shape).
     init_optimizer
-        With --init, also keep the optimiser's moments.
+        With --init, also load the optimiser's moments.
     allow_tokenizer_mismatch
-        Warn, instead of failing, about a different tokenizer of the same size.
+        Warn, instead of failing, about a different tokenizer with the same number of ids.
     max_time
         Seconds after which to save and exit with status 75.
     stop_after
         Step after which to save and exit with status 75; the schedule stays that of the full run.
     verbose
-        Print the whole summary, and phase times, memory and figures by rank with each log line.
+        Print the whole run summary, and with each line phase times, memory, and their range over the ranks.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
@@ -162,9 +162,9 @@ def advise(
         Preset, TOML file, or run folder, whose recorded step times are used.
     nproc
         Processes that measure on this host (default: as many as --layout has, or 1 with --link). Under
-        torchrun or srun, its ranks measure.
+        torchrun or srun, the processes that it has started.
     layout
-        Layout to predict for, such as dp4 or dp2*zero2x2 (default: 2 plain replicas, or those of the run).
+        Layout to predict for, such as dp4 or dp2*zero2x2 (default: dp2, or the layout of the run).
     hosts
         Hosts that share the replicas (default: those found, or one host for each replica).
     link

@@ -73,13 +73,14 @@ class Data(Section):
     weights: tuple[PositiveFloat, ...] = ()
     """Sampling weight of each dataset; empty means one pass over all datasets per epoch."""
     reset_documents: bool = False
-    """Restrict attention to the token's own document, and restart positions at each document."""
+    """Restrict attention to the token's own document, and restart positions in each document."""
     verify: Literal["once", "full", "off"] = "once"
-    """Verification of the data files against their digests. once: in the background of the first steps,
-    skipped if the files were verified before and their size and time are unchanged. full: before the first
-    step of every start."""
+    """Verification of the data files against their digests. once: during the first steps, in the
+    background; files that were verified before and have the same size and time are skipped. full: before the
+    first step of every start."""
     allow_tokenizer_mismatch: bool = False
-    """Warn, instead of failing, about datasets or an --init checkpoint with a different tokenizer."""
+    """Warn, instead of failing, about datasets or an --init checkpoint with a different tokenizer that has
+    the same number of ids."""
 
 
 class Train(Section):
@@ -98,9 +99,9 @@ class Train(Section):
     log_every: PositiveInt = 10
     """Steps between printed lines; metrics.jsonl contains every step."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Additional loggers; each needs the extra of the same name."""
+    """Additional loggers; each must be installed, as in pip install 'shoal[wandb]'."""
     project: str = "shoal"
-    """Project name at wandb and trackio."""
+    """Project name in wandb and trackio."""
     profile: tuple[PositiveInt, ...] = ()
     """First and last step of a torch.profiler trace, written into the run folder; empty means no trace."""
     recompute: Literal["none", "full", "selective"] = "none"
@@ -157,7 +158,7 @@ class Schedule(Section):
     (2021): the first learning rate is 0, skipped steps do not count, and min_lr and the constant end do not
     apply."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up, the first with peak / warmup_steps; unset means warmup_fraction."""
+    """Steps of linear warm-up, from peak / warmup_steps to the peak; unset means warmup_fraction."""
     warmup_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Warm-up as a fraction of decay_steps, if warmup_steps is unset."""
     decay_steps: NonNegativeInt = 0
@@ -257,8 +258,8 @@ class Sync(Section):
     )
     """All-reduce algorithm (allreduce). backend: that of NCCL, gloo or MPI."""
     warmup_steps: NonNegativeInt = 0
-    """First steps with uncompressed, synchronous gradients, such as a tenth of all steps (onebit, topk,
-    powersgd, model_averaging, block_momentum, diloco, streaming_diloco)."""
+    """Number of first steps with uncompressed, synchronous gradients, such as a tenth of all steps (onebit,
+    topk, powersgd, model_averaging, block_momentum, diloco, streaming_diloco)."""
     block: PositiveInt = 64
     """Values that share a scale (int8, onebit, and with sync.int8)."""
     feedback: float = Field(default=0.1, gt=0.0, le=1.0)
@@ -294,7 +295,7 @@ class Checkpoint(Section):
     """Checkpoints to save and to keep."""
 
     every: NonNegativeInt = 100
-    """Steps between checkpoints; 0 means only at the end. The end of the run is always saved."""
+    """Steps between checkpoints; 0 means only at the end. The last step is always saved."""
     keep_last: PositiveInt = 2
     """Number of newest verified checkpoints to keep."""
     keep_every: NonNegativeInt = 0
@@ -313,7 +314,7 @@ class Guard(Section):
     """Reaction to a loss above spike_factor times its running mean. warn: continue. skip: skip the step.
     stop: stop."""
     spike_factor: float = Field(default=2.0, ge=0.0)
-    """Factor over the running mean of the loss that counts as a spike; 0 disables the check."""
+    """Ratio of the loss to its running mean that counts as a spike; 0 disables the check."""
     late: bool = False
     """Check each step while the next one runs, so that the GPU does not wait for the host. A bad step is
     detected after it has been applied, and before anything is saved. Requires warn or stop, sync.strategy =
@@ -338,13 +339,13 @@ class Runtime(Section):
     timeout_s: PositiveFloat = 600.0
     """Maximum wait for another rank in seconds, after which the job fails."""
     hang_s: NonNegativeFloat = 0.0
-    """Seconds without progress of any rank after which the job is stopped with a report of the rank at fault;
-    0 means half of timeout_s."""
+    """Seconds without progress on any rank, after which the job is stopped and the rank at fault reported; 0
+    means half of timeout_s."""
     max_time_s: NonNegativeFloat = 0.0
     """Seconds after which to save and exit with status 75; 0 means no limit."""
     slow_link: NonNegativeFloat = 0.0
     """Emulated bandwidth between the two halves of the replicas in Mbit/s, to test a sync.strategy; 0 means
-    no limit. CPUs only; all-reduce of the back end is not slowed."""
+    no limit. Works on CPUs only, and not for the all-reduce of the back end."""
     stop_after: NonNegativeInt = 0
     """Step after which to save and exit with status 75; the schedule stays that of the full run. 0 means
     never."""
