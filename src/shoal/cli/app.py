@@ -142,7 +142,7 @@ def prepare(
 
     Example: shoal prepare stdlib --output datasets/stdlib --vocab-size 4096
 
-    Example: shoal prepare 'corpus/*.jsonl.gz' --output datasets/mine --text-key body
+    Example: shoal prepare 'texts/*.jsonl' --output datasets/mine --text-key body
 
     Example: shoal prepare mnist/ --output datasets/mnist
 

@@ -145,9 +145,9 @@ def import_(
     target
         Checkpoint to create, for `shoal generate` or `shoal train --init`.
     n_heads
-        Number of attention heads; needed for Megatron, whose files do not contain it.
+        Number of attention heads (default: that of the source); needed for Megatron, whose files lack it.
     vocab_size
-        Vocabulary size without padding; needed for Megatron, whose files do not contain it.
+        Vocabulary size without padding (default: that of the source); needed for Megatron.
     iteration
         Megatron iteration to import (default: the latest).
     tokenizer
