@@ -228,7 +228,7 @@ def ls(path: Path, *, json: Path | None = None) -> int:
 def verify(path: Path) -> int:
     """Verify every file of each checkpoint, and restore intact checkpoints that had been set aside.
 
-    Exit status: 0 all checkpoints in use are intact, 1 one is not, or none is in use.
+    Exit status: 0 all checkpoints in use are intact, 1 one is damaged, or none is in use.
 
     Example: shoal checkpoint verify runs/first/checkpoints/step-00000600
 
@@ -306,7 +306,7 @@ def ls_datasets(path: Path = Path("datasets"), *, json: Path | None = None) -> i
 def verify_datasets(path: Path, *, json: Path | None = None) -> int:
     """Verify every file of a dataset against its digest.
 
-    Exit status: 0 all files are intact, 1 a file is not.
+    Exit status: 0 all files are intact, 1 a file is damaged.
 
     Example: shoal dataset verify datasets/mine
 
