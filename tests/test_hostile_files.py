@@ -379,7 +379,7 @@ def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("bytearray", "asks for __builtin__.bytearray: refused"),
+        ("bytearray", "asks for __builtin__.bytearray, which"),
         ("tuples", "grows without end"),
         ("lists", "grows without end"),
         ("many", "structure of more than"),
@@ -401,7 +401,7 @@ def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended)
         ("quote.csv", "field larger than field limit"),
         ("line.csv", "has a line of more than 32 MiB"),
         ("blank.jsonl.gz", "blank lines one after the other"),
-        ("page.parquet", "of column 'text' become"),
+        ("page.parquet", "column 'text' unpacks from"),
         ("repeated.parquet", "repeats a text too many times"),
         ("zeros.npz", "are allowed"),
         ("zeros-images-idx3-ubyte.gz", "are allowed"),

@@ -21,8 +21,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE))
 TWO = "Two machines"
-LONG = "From transformers' Trainer"  # the commands of another recipe, with other values
-RUN = [pytest.param(name, marks=[pytest.mark.proof] * (name == LONG)) for name in RECIPES if name != TWO]
+LONG = ("From nanoGPT", "From transformers' Trainer", "From torchtitan")  # much the commands of other recipes
+RUN = [pytest.param(name, marks=[pytest.mark.proof] * (name in LONG)) for name in RECIPES if name != TWO]
 SMALL = {  # options in place of the page's, or beside them
     "train": {
         "--model.n_layers": "2",
@@ -47,12 +47,17 @@ SMALL = {  # options in place of the page's, or beside them
     "import": {"--vocab-size": "257"},
     "export": {"--no-prove": None},
 }
+_LONG_NAMES = {
+    "--steps": "--train.steps",
+    "--batch-size": "--train.global_batch_size",
+    "--lr": "--optimizer.lr",
+}
 SMALL["advise"] = SMALL["train"] | {"--train.micro_batch_size": "1", "--seconds": "1"}
 
 
 def in_small(line):
     """Return the words of a command line after `shoal`, with small sizes; a trial stops after two steps."""
-    words = shlex.split(line)[1:]
+    words = [_LONG_NAMES.get(word, word) for word in shlex.split(line)[1:]]
     options = SMALL.get(words[0], {}) | ({"--stop-after": "2"} if "--stop-after" in words else {})
     for name, value in options.items():
         if name in words and value is not None:

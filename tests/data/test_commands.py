@@ -144,9 +144,7 @@ def test_a_document_whose_source_was_not_recorded_is_shown_all_the_same(corpus, 
         shoal(*asked)
     record.unlink()
     assert shoal(*asked) == 0
-    assert json.loads((tmp_path / "doc.json").read_text())["document"]["from"].startswith(
-        "a file that was not"
-    )
+    assert json.loads((tmp_path / "doc.json").read_text())["document"]["from"].startswith("an unknown file")
 
 
 def test_labelled_examples_are_datasets_too(tmp_path, capsys):

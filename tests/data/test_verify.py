@@ -91,7 +91,7 @@ def test_a_copy_is_read_again(data, tmp_path):
 def test_where_the_dataset_cannot_be_written_the_cache_is_the_runs(data, tmp_path):
     (data / CACHE).mkdir()  # root may write everywhere, but not here
     assert verified(data, tmp_path / "run").startswith("once: 6")
-    assert verified(data, tmp_path / "run").endswith("before")
+    assert verified(data, tmp_path / "run").endswith("last verified")
     assert verified(data, tmp_path / "other").startswith("once: 6")
 
 
@@ -99,7 +99,7 @@ def test_where_the_dataset_cannot_be_written_the_cache_is_the_runs(data, tmp_pat
 def test_a_garbled_cache_is_no_cache(data, tmp_path, content):
     (data / CACHE).write_text(content)
     assert verified(data, tmp_path / "run").startswith("once: 6")
-    assert verified(data, tmp_path / "run").endswith("before")
+    assert verified(data, tmp_path / "run").endswith("last verified")
 
 
 def test_a_checkpoint_waits_for_the_reading_but_not_for_ever(data, tmp_path, monkeypatch, caplog):
@@ -109,7 +109,7 @@ def test_a_checkpoint_waits_for_the_reading_but_not_for_ever(data, tmp_path, mon
     one.begin(0)
     one.wait()
     one.wait()
-    assert caplog.text.count("the data is not verified yet") == 1
+    assert caplog.text.count("a checkpoint is written before the data is verified") == 1
     go_on.set()
 
 

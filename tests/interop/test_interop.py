@@ -322,7 +322,7 @@ def test_a_hostile_pickle_is_refused_by_the_name_of_what_it_asked_for(tmp_path, 
         torch.save(content, file, pickle_protocol=4 if kind.endswith("4") else 2)
     else:
         file.write_bytes(pickle.dumps(content, protocol=2 if kind.endswith("2") else 4))
-    with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.system: refused"):
+    with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.system, which"):
         run(file, tmp_path / "ours", Wanted())
     assert not os.path.exists("/tmp/shoal-was-here")
     assert not (tmp_path / "ours").exists()

@@ -140,7 +140,7 @@ def test_links_are_read(words, link):
 
 @pytest.mark.parametrize("words", ["", "fast", "100", "100mb", "0mbit", "100mbit,1", "-1mbit"])
 def test_other_words_are_no_link(words):
-    with pytest.raises(InputError, match=r"is no (rate|latency) of a link\n  hint: write 100mbit"):
+    with pytest.raises(InputError, match=r"is not a (link rate|latency)\n  hint: write 100mbit"):
         parse_link(words)
 
 
@@ -152,7 +152,7 @@ def test_other_words_are_no_link(words):
         (AdviseOptions(seconds=0.0), "--seconds 0: must be above 0"),
         (AdviseOptions(nproc=1), "layout 1 has one replica: there is nothing to synchronise"),
         (AdviseOptions(layout="zero2x4"), "layout zero2x4 has one replica"),
-        (AdviseOptions(layout="dp4", hosts=3), "--hosts 3: 4 replicas cannot be shared out"),
+        (AdviseOptions(layout="dp4", hosts=3), "--hosts 3: 4 replicas cannot be divided evenly"),
         (AdviseOptions(layout="dp2*tp2"), "the step of a replica of several ranks"),
     ],
 )

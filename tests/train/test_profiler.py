@@ -46,7 +46,7 @@ def test_a_run_that_stops_inside_the_window_writes_what_there_is_and_the_next_on
 @pytest.mark.parametrize("window", [[3], [1, 2, 3], [4, 3], [5, 6], [6, 6]])
 def test_a_window_outside_the_run_is_refused(window):
     config = validate(tiny_config("data", train={"profile": window}), "test")
-    with pytest.raises(ConfigError, match=r"train.profile = \[.*\] is no window of this run's 5 steps"):
+    with pytest.raises(ConfigError, match=r"train.profile = \[.*\] is outside of steps 1 to 5"):
         rules.check(config, 1)
 
 

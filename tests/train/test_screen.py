@@ -84,7 +84,7 @@ def test_with_verbose_it_fits_120_columns_and_ends_on_ctrl_c(data, tmp_path):
         "  threads      1 per worker",
         "  gradient norm ",
         "  by rank: peak ",
-        "SIGINT: saving at the end of a step",
+        "SIGINT: saving at the end of this step",
         "stopped after step",
     ):
         assert any(line.startswith(words) for line in lines), words
