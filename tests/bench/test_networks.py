@@ -85,6 +85,7 @@ def test_a_loop_that_does_not_wait_for_its_device_is_rejected():
     ("changed", "reason"),
     [
         ({"parameters": 9}, "9 parameters, and the description has 8"),
+        ({"loss": float("inf")}, "loss inf"),
         ({"loss": 1.002}, "loss 1.002 on the same weights and samples, pytorch has 1"),
         ({"gradient_norm": float("nan")}, "gradient_norm nan"),
         ({"samples": [1.0]}, "1 samples of 2 steps"),
@@ -175,6 +176,31 @@ def made_up(cell, options):
     return replace(row(parameters=parameters, samples=[1.0] * steps, total_s=float(steps)), cell=cell)
 
 
+def test_a_record_is_of_one_machine_and_its_rows_of_one_network(tiny, tmp_path, monkeypatch):
+    output, measured = tmp_path / "record.json", []
+    monkeypatch.setattr(
+        networks, "run_adapter", lambda cell, *_: measured.append(cell) or made_up(cell, tiny)
+    )
+    command(tiny, output, listing=False)
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY.replace("kernel = 2", "kernel = 1"))  # as many parameters, another network
+    command(tiny, output, listing=False)
+    command(tiny, output, listing=False)
+    assert len(measured) == 2
+    held = json.loads(output.read_text())
+    assert len(held["rows"]) == 1
+    output.write_text(json.dumps(held | {"machine": {**held["machine"], "physical_cores": 999}}))
+    with pytest.raises(InputError, match="is the record of other measurements"):
+        command(tiny, output, listing=False)
+
+
+def test_without_a_row_of_pytorch_nothing_is_shown_to_compute_the_same(tiny, monkeypatch):
+    monkeypatch.setattr(networks, "run_adapter", lambda cell, *_: made_up(cell, tiny))
+    rows = []
+    measure(replace(tiny, frameworks=("jax",)), [], rows.append)
+    assert [(found.status, found.reason[:23]) for found in rows] == [("rejected", "nothing to compare with")]
+
+
 def test_the_list_names_each_network_with_its_size(capsys):
     assert command(NetworksOptions(()), None, listing=True) == 0
     shown = capsys.readouterr().out
@@ -188,6 +214,7 @@ def test_the_list_names_each_network_with_its_size(capsys):
     [
         ({"frameworks": ("pytorhc",)}, "unknown framework 'pytorhc'"),
         ({"pythons": {"tensorflow2": "x"}}, "unknown framework 'tensorflow2'"),
+        ({"pythons": {"jax": ""}}, "--python jax names no Python"),
         ({"modes": ("fast",)}, "unknown mode 'fast'"),
         ({"batch_sizes": (0,)}, "must be above 0"),
     ],
