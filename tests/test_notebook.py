@@ -126,7 +126,8 @@ def test_what_is_not_given_is_left_to_the_folder_that_training_starts_from(ran, 
 
 
 def test_options_of_prepare_have_the_names_of_the_command_line(ran, tmp_path):
-    made = shoal.prepare(["a.txt", Path("b")], tmp_path / "set", vocab_size=300, validation=("c", "d"))
+    given = {"vocab_size": 300, "validation": ("c", "d"), "limit": None}
+    made = shoal.prepare(["a.txt", Path("b")], tmp_path / "set", **given)
     assert made == tmp_path / "set"
     options = ["--output", str(made), "--vocab-size", "300", "--validation", "c", "d"]
     assert ran == [(["prepare", "a.txt", "b", *options], None)]

@@ -43,6 +43,8 @@ def prepare(inputs: Paths, output: str | Path, **options: Any) -> Path:
     """
     words: list[object] = ["prepare", *_listed(inputs), "--output", output]
     for name, value in options.items():
+        if value is None:
+            continue
         words += [f"--{name.replace('_', '-')}", *_listed(value)]
     _run(words)
     return Path(output)

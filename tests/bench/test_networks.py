@@ -67,6 +67,17 @@ def test_samples_are_the_seconds_of_each_step_after_the_warm_up():
     assert losses == [1, 2, 3, 1, 2, 3, 1]
 
 
+@pytest.mark.parametrize("siblings", ["{even}-{odd}", "{even},{odd}"])
+def test_a_thread_has_a_core_of_its_own_while_there_are_some(tmp_path, siblings):
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        text = siblings.format(even=cpu // 2 * 2, odd=cpu // 2 * 2 + 1)
+        (folder / "thread_siblings_list").write_text(f"{text}\n")
+    assert sorted(range(4), key=lambda cpu: harness.place_of(cpu, str(tmp_path))) == [0, 2, 1, 3]
+    assert sorted(range(4), key=lambda cpu: harness.place_of(cpu, str(tmp_path / "none"))) == [0, 1, 2, 3]
+
+
 def row(**changed):
     facts = {"parameters": 8, "loss": 1.0, "gradient_norm": 2.0, "samples": [1.0, 1.0], "total_s": 2.0}
     return Row(CELL, "done", **{**facts, **changed})
