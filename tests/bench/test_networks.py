@@ -164,6 +164,16 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     ]
 
 
+def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
+    script = tmp_path / "script"
+    told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'
+    script.write_text(f'#!/bin/sh\necho "{told}"\n')
+    script.chmod(0o755)
+    rows = []
+    measure(replace(tiny, pythons={"pytorch": str(script)}), [], rows.append)
+    assert rows[0].reason == "GPUs: ."
+
+
 def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkeypatch, capsys):
     output = tmp_path / "record.json"
     measured = []

@@ -151,7 +151,13 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     write_json(folder / "job.json", job)
     command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    words = ["env", *(f"{name}={cell.threads}" for name in names_of_threads), *command]
+    # No GPU: a framework that takes one by itself would be compared with others on the CPU.
+    words = [
+        "env",
+        "CUDA_VISIBLE_DEVICES=",
+        *(f"{name}={cell.threads}" for name in names_of_threads),
+        *command,
+    ]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
