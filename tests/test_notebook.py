@@ -21,6 +21,7 @@ from shoal.config.load import config_from_toml, load_config
 from shoal.data.tokenizer import bytes_tokenizer_json, parse_tokenizer
 from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.infer.load import TextModel
+from shoal.interop.hugging_face import config_json, with_model_of
 from tests.models.hf import decoder_from_hf, random_gpt2
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "notebook.ipynb"
@@ -115,8 +116,18 @@ def test_settings_may_be_nested_or_named_with_dots_and_a_config_may_be_an_object
     assert len(ran) == 2
 
 
+def test_what_is_not_given_is_left_to_the_folder_that_training_starts_from(ran, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(decoder_from_hf(random_gpt2()).shape, 0)))
+    for source in ("finetune", load_config("finetune")):
+        shoal.train(source, run_dir=tmp_path / "run", init=tmp_path)
+    for _, config in ran:
+        assert config == load_config("finetune")
+        assert with_model_of(config, tmp_path).model.d_model == random_gpt2().config.n_embd
+
+
 def test_options_of_prepare_have_the_names_of_the_command_line(ran, tmp_path):
-    made = shoal.prepare(["a.txt", Path("b")], tmp_path / "set", vocab_size=300, validation=("c", "d"))
+    given = {"vocab_size": 300, "validation": ("c", "d"), "limit": None}
+    made = shoal.prepare(["a.txt", Path("b")], tmp_path / "set", **given)
     assert made == tmp_path / "set"
     options = ["--output", str(made), "--vocab-size", "300", "--validation", "c", "d"]
     assert ran == [(["prepare", "a.txt", "b", *options], None)]

@@ -76,7 +76,7 @@ def make_venv() -> None:
 
 def pip_install(*arguments: str | Path, complain: bool = True) -> bool:
     """Run `pip install` in .venv and say whether it worked; a failure prints what pip wrote."""
-    with LOG.open("a+") as log:
+    with LOG.open("a+", errors="replace") as log:
         start = log.tell()
         command = [VENV_PYTHON, "-m", "pip", "install", "--progress-bar=off", *COMPILE, *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -191,7 +191,7 @@ def main() -> None:
             "error: torch was installed, but does not start\n  hint: see .venv/bin/python -c 'import torch'; "
             "name another source: make clean, then make setup TORCH_SOURCE=..."
         )
-    stage(f"{VENV.name} is ready; pip's output is in {LOG.relative_to(ROOT)}")
+    stage(f"{VENV.name} is ready; pip's output is in {os.path.relpath(LOG, ROOT)}")
 
 
 if __name__ == "__main__":

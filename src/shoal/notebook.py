@@ -43,6 +43,8 @@ def prepare(inputs: Paths, output: str | Path, **options: Any) -> Path:
     """
     words: list[object] = ["prepare", *_listed(inputs), "--output", output]
     for name, value in options.items():
+        if value is None:
+            continue
         words += [f"--{name.replace('_', '-')}", *_listed(value)]
     _run(words)
     return Path(output)
@@ -75,12 +77,13 @@ def train(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
         if isinstance(config, Config):
-            file.write_text(to_toml(config), encoding="utf-8")
+            file.write_text(to_toml(config, given_only=True), encoding="utf-8")
             config = file
-        file.write_text(to_toml(load_config(str(config), sections)), encoding="utf-8")
+        given = to_toml(load_config(str(config), sections), given_only=True)
+        file.write_text(given, encoding="utf-8")
         optional = [("--nproc", nproc if nproc != 1 else None), ("--init", init)]
-        given = [word for name, value in optional if value is not None for word in (name, value)]
-        _run(["train", file, "--run-dir", run_dir, *given])
+        words = [word for name, value in optional if value is not None for word in (name, value)]
+        _run(["train", file, "--run-dir", run_dir, *words])
     return Path(run_dir)
 
 

@@ -67,6 +67,17 @@ def test_samples_are_the_seconds_of_each_step_after_the_warm_up():
     assert losses == [1, 2, 3, 1, 2, 3, 1]
 
 
+@pytest.mark.parametrize("siblings", ["{even}-{odd}", "{even},{odd}"])
+def test_a_thread_has_a_core_of_its_own_while_there_are_some(tmp_path, siblings):
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        text = siblings.format(even=cpu // 2 * 2, odd=cpu // 2 * 2 + 1)
+        (folder / "thread_siblings_list").write_text(f"{text}\n")
+    assert sorted(range(4), key=lambda cpu: harness.place_of(cpu, str(tmp_path))) == [0, 2, 1, 3]
+    assert sorted(range(4), key=lambda cpu: harness.place_of(cpu, str(tmp_path / "none"))) == [0, 1, 2, 3]
+
+
 def row(**changed):
     facts = {"parameters": 8, "loss": 1.0, "gradient_norm": 2.0, "samples": [1.0, 1.0], "total_s": 2.0}
     return Row(CELL, "done", **{**facts, **changed})
@@ -85,6 +96,7 @@ def test_a_loop_that_does_not_wait_for_its_device_is_rejected():
     ("changed", "reason"),
     [
         ({"parameters": 9}, "9 parameters, and the description has 8"),
+        ({"loss": float("inf")}, "loss inf"),
         ({"loss": 1.002}, "loss 1.002 on the same weights and samples, pytorch has 1"),
         ({"gradient_norm": float("nan")}, "gradient_norm nan"),
         ({"samples": [1.0]}, "1 samples of 2 steps"),
@@ -152,6 +164,16 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     ]
 
 
+def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
+    script = tmp_path / "script"
+    told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'
+    script.write_text(f'#!/bin/sh\necho "{told}"\n')
+    script.chmod(0o755)
+    rows = []
+    measure(replace(tiny, pythons={"pytorch": str(script)}), [], rows.append)
+    assert rows[0].reason == "GPUs: ."
+
+
 def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkeypatch, capsys):
     output = tmp_path / "record.json"
     measured = []
@@ -175,6 +197,31 @@ def made_up(cell, options):
     return replace(row(parameters=parameters, samples=[1.0] * steps, total_s=float(steps)), cell=cell)
 
 
+def test_a_record_is_of_one_machine_and_its_rows_of_one_network(tiny, tmp_path, monkeypatch):
+    output, measured = tmp_path / "record.json", []
+    monkeypatch.setattr(
+        networks, "run_adapter", lambda cell, *_: measured.append(cell) or made_up(cell, tiny)
+    )
+    command(tiny, output, listing=False)
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY.replace("kernel = 2", "kernel = 1"))  # as many parameters, another network
+    command(tiny, output, listing=False)
+    command(tiny, output, listing=False)
+    assert len(measured) == 2
+    held = json.loads(output.read_text())
+    assert len(held["rows"]) == 1
+    output.write_text(json.dumps(held | {"machine": {**held["machine"], "physical_cores": 999}}))
+    with pytest.raises(InputError, match="is the record of other measurements"):
+        command(tiny, output, listing=False)
+
+
+def test_without_a_row_of_pytorch_nothing_is_shown_to_compute_the_same(tiny, monkeypatch):
+    monkeypatch.setattr(networks, "run_adapter", lambda cell, *_: made_up(cell, tiny))
+    rows = []
+    measure(replace(tiny, frameworks=("jax",)), [], rows.append)
+    assert [(found.status, found.reason[:23]) for found in rows] == [("rejected", "nothing to compare with")]
+
+
 def test_the_list_names_each_network_with_its_size(capsys):
     assert command(NetworksOptions(()), None, listing=True) == 0
     shown = capsys.readouterr().out
@@ -188,6 +235,7 @@ def test_the_list_names_each_network_with_its_size(capsys):
     [
         ({"frameworks": ("pytorhc",)}, "unknown framework 'pytorhc'"),
         ({"pythons": {"tensorflow2": "x"}}, "unknown framework 'tensorflow2'"),
+        ({"pythons": {"jax": ""}}, "--python jax names no Python"),
         ({"modes": ("fast",)}, "unknown mode 'fast'"),
         ({"batch_sizes": (0,)}, "must be above 0"),
     ],

@@ -202,6 +202,13 @@ def test_a_template_that_means_harm_is_an_error(template, said):
         render(template, {"messages": MESSAGES})
 
 
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    for name in ("jinja2", "resource"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    assert render("{{ messages | length }}", {"messages": MESSAGES}) == "4"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [("{", "tokenizer_config.json is not valid JSON"), ('{"chat_template": 7}', "is no text of at most")],

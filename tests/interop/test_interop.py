@@ -411,6 +411,7 @@ def test_scaled_rotary_positions_are_refused(tmp_path):
     [
         ({"activation_function": "relu"}, 'activation_function = "relu"; our decoder computes "gelu_new"'),
         ({"model_type": "bert"}, "is of the kind 'bert'"),
+        ({"model_type": ["gpt2"]}, "is of the kind ['gpt2']"),
         ({"n_head": 7}, "not divisible by model.n_heads = 7"),
         ({"n_layer": None}, "impossible value"),
     ],

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.errors import ConfigError
 from shoal.models.init import initialise
 from shoal.networks.description import names, parse, read
 from shoal.networks.modules import Network
@@ -43,7 +44,26 @@ def test_a_module_has_the_parameters_and_operations_of_its_description(name):
     if name != "lstm":  # torch counts nothing inside an LSTM
         assert products.get_total_flops() == 2 * 2 * resolved.multiply_adds
     assert network.flops_per_target == 6 * resolved.multiply_adds // resolved.targets
-    assert len(network(**network.smallest_call(torch.device("meta")))) == 1
+    assert len(network(**network.smallest_call(torch.device("meta")))) == (1 if resolved.is_tokens else 2)
+
+
+def test_the_smallest_call_is_enough_for_a_normalisation_of_one_pixel():
+    text = NORMED.replace("kernel = 3", "kernel = 8")
+    network = Network(parse(text, "test").resolve())
+    assert len(network.train()(**network.smallest_call(torch.device("cpu")))) == 2
+
+
+@pytest.mark.parametrize("name", ["forward", "resolved", "training.x"])
+def test_a_name_that_modules_have_for_something_else_is_rejected(name):
+    text = NORMED.replace('kind = "conv"', f'kind = "conv"\nname = "{name}"')
+    with pytest.raises(ConfigError, match=f"a layer cannot have the name {name.partition('.')[0]}"):
+        Network(parse(text, "test").resolve())
+
+
+def test_a_normalisation_may_have_the_name_bias():
+    network = Network(parse(NORMED.replace('"batch_norm"', '"batch_norm"\nname = "bias"'), "test").resolve())
+    initialise(network, 1)
+    assert (network.get_parameter("bias.weight").min(), network.get_parameter("bias.bias").max()) == (1, 0)
 
 
 def test_operations_are_six_for_each_number_of_a_matrix():

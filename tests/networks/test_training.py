@@ -20,11 +20,12 @@ from shoal.parity.command import parity
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
+from shoal.train.saving import resume
 from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
 from tests.train.conftest import apart
-from tests.train.ranks import TINY, run_training
+from tests.train.ranks import TINY, make_job, run_training
 
 __all__ = ["apart"]  # a fixture
 
@@ -303,6 +304,21 @@ def test_replicas_normalise_by_their_own_batches_and_save_the_mean_of_their_stat
     assert not torch.equal(saved_statistics(tmp_path / "parts", 3)["1.body.0.running_mean"], torch.zeros(4))
     parts = pool.run(run_training, 2, tmp_path / "parts", values)
     assert parts[0]["lines"][-1] == ranks[0]["lines"][-1]  # test loss and accuracy, with the statistics
+
+
+def statistics_at_the_start(run_dir, values, parent):
+    job = make_job(run_dir, values, init=parent)
+    resume(job)
+    return {name: tensor for part in job.model.parts for name, tensor in part.running_statistics().items()}
+
+
+def test_a_run_that_starts_from_weights_has_their_statistics_too(pool, data, tmp_path):
+    values = values_of("normed", data)
+    pool.run(run_training, 1, tmp_path / "parent", values)
+    found = pool.run(statistics_at_the_start, 1, tmp_path / "run", values, tmp_path / "parent")[0]
+    saved = saved_statistics(tmp_path / "parent", 5)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
 
 
 def saved_statistics(run, step):

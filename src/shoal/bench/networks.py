@@ -7,6 +7,7 @@ the same weights and samples are compared with PyTorch's, and a row that differs
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -35,13 +36,11 @@ from shoal.runtime.files import read_json, write_json
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); import harness; sys.exit(harness.main(*sys.argv[2:]))"
+# In place of the current folder, whose files might have the names of modules.
+_RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.main(*sys.argv[2:]))"
 _REFERENCE = "pytorch"
 _AGREE = 1e-3  # relative, of loss and gradient norm
-_CLOCKS, _SLACK_S = (
-    0.05,
-    1e-3,
-)  # by which the sum of the samples may fall short of the total: a part, and seconds
+_CLOCKS, _SLACK_S = 0.05, 1e-3  # a part, and seconds, by which samples may fall short of the total
 _BATCHES = 4  # different ones that take turns
 _SEED = 1234
 _LAST_WORDS = 300  # of an error, in characters
@@ -69,6 +68,8 @@ class NetworksOptions:
                 raise InputError(f"unknown mode {mode!r}", hint=f"use {' or '.join(MODES)}")
         if min(self.steps, self.warmup, *self.batch_sizes, *self.threads) < 1 or self.limit_s <= 0:
             raise InputError("steps, warm-up, batch sizes, threads and the limit must be above 0")
+        for name in (name for name, path in self.pythons.items() if not path):
+            raise InputError(f"--python {name} names no Python", hint=f"use --python {name}=PATH")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Row:
     total_s: float = 0.0
     losses: list[float] = field(default_factory=list)  # of all steps, the warm-up included
     versions: dict[str, str] = field(default_factory=dict)
+    layers: str = ""  # digest of the network
 
     @property
     def median_s(self) -> float:
@@ -149,9 +151,17 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     write_json(folder / "job.json", job)
     command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    words = ["env", *(f"{name}={cell.threads}" for name in names_of_threads), *command]
+    # No GPU: a framework that takes one by itself would be compared with others on the CPU.
+    words = [
+        "env",
+        "CUDA_VISIBLE_DEVICES=",
+        *(f"{name}={cell.threads}" for name in names_of_threads),
+        *command,
+    ]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=options.limit_s, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return Row(cell, "failed", f"no end within {options.limit_s:g} s")
     return parse(cell, done.stdout, done.stderr, done.returncode)
@@ -195,10 +205,12 @@ def judged(row: Row, resolved: Resolved, reference: Row | None, steps: int) -> R
 def _problem(row: Row, resolved: Resolved, reference: Row | None, steps: int) -> str:
     if row.parameters != resolved.num_parameters:
         return f"{row.parameters:,} parameters, and the description has {resolved.num_parameters:,}"
-    for name in ("loss", "gradient_norm") if reference else ():
-        ours, theirs = getattr(row, name), getattr(reference, name)
-        if not abs(ours - theirs) <= _AGREE * abs(theirs):
+    for name in ("loss", "gradient_norm"):
+        ours, theirs = getattr(row, name), getattr(reference or row, name)
+        if not (math.isfinite(ours) and abs(ours - theirs) <= _AGREE * abs(theirs)):
             return f"{name} {ours:.6g} on the same weights and samples, {_REFERENCE} has {theirs:.6g}"
+    if reference is None and row.cell.framework != _REFERENCE:
+        return f"nothing to compare with: {_REFERENCE} has no row of this network and batch size"
     if len(row.samples) != steps or min(row.samples) <= 0:
         shortest = min(row.samples, default=0.0)
         return f"{len(row.samples)} samples of {counted(steps, 'step')}, the shortest {shortest:g} s"
@@ -221,9 +233,10 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
                 files = write_inputs(resolved, batch, Path(folder))
                 reference: Row | None = None
                 for cell in _cells(options, network, batch, threads):
-                    if cell not in known:
+                    if cell not in known or known[cell].layers != resolved.digest:
                         job = {**files, **_job(resolved, cell, options)}
                         found = run_adapter(cell, job, options, Path(folder))
+                        found.layers = resolved.digest
                         known[cell] = judged(found, resolved, reference, options.steps)
                         keep(known[cell])
                     if (cell.framework, known[cell].status) == (_REFERENCE, "done"):
@@ -282,12 +295,12 @@ def _held(output: Path | None, asked: dict[str, Any]) -> list[Row]:
     """Return the rows of a record that the same options began; an InputError for another record."""
     if output is None or not output.exists():
         return []
-    held = read_json(output, "record")
+    held, machine = read_json(output, "record"), record.describe("networks")["machine"]
     try:
-        if held["name"] != "networks" or held["options"] != asked:
+        if held["name"] != "networks" or held["options"] != asked or held["machine"] != machine:
             raise InputError(
                 f"{output} is the record of other measurements",
-                hint="choose another --output, or the same --steps",
+                hint="choose another --output, or the same --steps, --warmup and machine",
             )
         return [Row(**{**row, "cell": Cell(**row["cell"])}) for row in held["rows"]]
     except (KeyError, TypeError, AttributeError) as error:

@@ -59,12 +59,19 @@ def config_from_toml(text: str, source: str) -> Config:
     return validate(_parse(text, source), source)
 
 
-def to_toml(config: Config) -> str:
-    """Write every setting that is set as TOML; `config_from_toml` gives the same object back."""
+def to_toml(config: Config, *, given_only: bool = False) -> str:
+    """Write every setting that is set as TOML; `config_from_toml` gives the same object back.
+
+    `given_only` leaves out defaults that were not given: what reads the file may have better ones.
+    """
     blocks = []
     for section, model in config:
-        lines = [f"{name} = {_toml_value(value)}" for name, value in model if value is not None]
-        blocks.append("\n".join([f"[{section}]", *lines]))
+        names = model.model_fields_set if given_only else type(model).model_fields
+        lines = [
+            f"{name} = {_toml_value(value)}" for name, value in model if value is not None and name in names
+        ]
+        if lines:
+            blocks.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -114,7 +114,7 @@ def model_of(config: dict[str, Any], where: str) -> Model:
     """Return the model section for a config.json; an InputError names what our decoder does not compute."""
     kinds = {"gpt2": _gpt2_of, "llama": _llama_of}
     kind = config.get("model_type")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise InputError(f"{where} is of the kind {kind!r}", hint=f"what can be imported: {', '.join(kinds)}")
     try:
         return kinds[kind](config, where)

@@ -41,7 +41,7 @@ def initialise(model: Part, seed: int, own_part: Callable[[Tensor], tuple[Tensor
     for name, parameter in model.named_weights().items():
         part, row, column = own_part(parameter)
         if parameter.ndim == 1:
-            part.fill_(0.0 if "bias" in name else 1.0)
+            part.fill_(0.0 if "bias" in name.rpartition(".")[2] else 1.0)
         else:
             columns = math.prod(parameter.shape[1:])  # a convolution's are its inputs and kernel
             _fill_normal(part.flatten(1), row, column, columns, model.initial_std(name), f"{seed}/{name}")

@@ -26,12 +26,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shoal.config.load import read_toml
 from shoal.errors import ConfigError, nearest
 
 CLASSES = "classes"  # as `out` of the last layer: as many as the task has
 _MAX_SIZE = 1 << 20  # of a layer, in any direction
 _MAX_LAYERS = 10_000
+_MAX_DEPTH = 32  # of layers in layers
 _MAX_PARAMETERS = 1 << 38
 Shape = tuple[int, ...]  # of one sample: channels, height, width; steps, features; or features
 
@@ -77,6 +80,11 @@ class Layer:
     shortcut: tuple[Layer, ...] = ()
     before: Shape = ()
     after: Shape = ()
+
+    @property
+    def path(self) -> str:
+        """Path of its module in a network; dots divide it."""
+        return self.name.replace("/", "_")
 
     @property
     def num_parameters(self) -> int:
@@ -139,7 +147,7 @@ class Description:
         classes = classes or self.classes
         layers, after = self._chain(self.layers, shape, classes)
         resolved = Resolved(self.name, self.title, shape, classes, bool(self.tokens), layers)
-        if after[-1] != classes or len(after) != 1 + resolved.is_tokens:
+        if after != ((*shape, classes) if self.tokens else (classes,)):
             raise ConfigError(
                 f"{self.name}: the network ends in an output of {_words(after)} for {classes} classes",
                 hint='let it end in a linear layer with out = "classes"',
@@ -163,6 +171,8 @@ class Description:
         if settings.get("out") == CLASSES:
             settings["out"] = classes
         if layer.kind == "embedding":
+            if not self.tokens:
+                raise self._error(layer, "it takes token ids, and the input of this network is not tokens")
             settings["ids"] = classes
         if layer.kind == "residual" and after != added:
             raise self._error(layer, f"its body gives {_words(after)}, its shortcut {_words(added)}")
@@ -198,6 +208,11 @@ class Resolved:
     def multiply_adds(self) -> int:
         """Of one sample, forward."""
         return sum(layer.multiply_adds for layer in self.layers)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all layers with their sizes."""
+        return xxhash.xxh3_64_hexdigest(repr(self.layers).encode())
 
     @property
     def targets(self) -> int:
@@ -256,10 +271,26 @@ def parse(text: str, source: str) -> Description:
         )
     reader = _Reader(source, starts)
     layers = tuple(reader.layers(values["layers"], "", starts))
+    _refuse_same_names(source, layers)
     words = {key: str(values.get(key, "")) for key in ("title", "source")}
     return Description(
         source, words["title"], words["source"], tuple(sample), tokens, classes, layers, reader.lines
     )
+
+
+def _refuse_same_names(source: str, layers: Sequence[Layer]) -> None:
+    """Refuse a name that another layer has, or whose part before a dot another layer has."""
+    taken, outer = set[str](), set[str]()
+    for layer in layers:
+        words = layer.path.split(".")
+        before = {".".join(words[:number]) for number in range(1, len(words))}
+        if layer.path in taken or layer.path in outer or before & taken:
+            raise ConfigError(
+                f"{source}: the name {layer.name} is that of two layers, or of a layer and of a group",
+                hint="give each layer a name of its own; one without a name has its number, from 0",
+            )
+        taken.add(layer.path)
+        outer |= before
 
 
 _EXAMPLE = 'such as classes = 10, input = [3, 32, 32] and [[layers]] with kind = "conv"'
@@ -276,6 +307,8 @@ class _Reader:
         """Yield checked layers; those of `repeat` as often as it says."""
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{self._source}: {prefix or 'layers'} must be a list of layers", hint=_EXAMPLE)
+        if prefix.count("/") > 2 * _MAX_DEPTH:  # two for each layer around these
+            raise ConfigError(f"{self._source}: layers are nested more than {_MAX_DEPTH} deep")
         for number, given in enumerate(values):
             line = starts[number] if number < len(starts) else 0
             yield from self._layer(given, prefix, number, line)
@@ -308,7 +341,7 @@ class _Reader:
             raise ConfigError(
                 f"{where} ({kind}): unknown key {key}", hint=nearest(key, [*fields, *lists, "name"])
             )
-        if not re.fullmatch(r"[a-z0-9_.]{1,40}", str(given.get("name", "0"))):
+        if not re.fullmatch(r"(?=.{1,40}\Z)[a-z0-9_]+(\.[a-z0-9_]+)*", str(given.get("name", "0"))):
             raise ConfigError(f"{where}: name = {given['name']!r}", hint="use a-z, 0-9, _ and .")
         settings = {}
         for key, rule in fields.items():
@@ -354,6 +387,8 @@ def _after(kind: str, settings: Mapping[str, Any], shape: Shape) -> Shape:
         case "global_avg_pool":
             return (channels,)
         case "subsample":
+            if settings["out"] < channels:
+                raise ValueError(f"it adds channels: out is below the {channels} of its input")
             return (settings["out"], *(-(-side // settings["stride"]) for side in sides))
     kernel, stride, padding = (settings[name] for name in ("kernel", "stride", "padding"))
     if kind != "conv" and 2 * padding > kernel:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shoal.errors import ConfigError
 from shoal.models.part import Part
 from shoal.networks.description import Layer, Resolved
 
@@ -27,9 +28,9 @@ class Network(Part):
         self._order: list[str] = []
         self._stds: dict[str, float] = {}
         for layer in resolved.layers:
-            _put(self, layer.name.replace("/", "_"), _make(layer))
-            self._order.append(layer.name.replace("/", "_"))
-            self._note_stds(layer, self.get_submodule(self._order[-1]), self._order[-1])
+            _put(self, layer.path, _make(layer))
+            self._order.append(layer.path)
+            self._note_stds(layer, self.get_submodule(layer.path), layer.path)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits [samples, classes], or [samples, steps, classes] of token ids [samples, steps]."""
@@ -52,10 +53,10 @@ class Network(Part):
         return means | {f"{name}.running_var": norm.running_var for name, norm in norms.items()}
 
     def smallest_call(self, device: torch.device) -> dict[str, Tensor]:
-        """Return arguments of the smallest forward pass: one sample, of one token where it has tokens."""
+        """Return arguments of a small forward pass: a token, or two samples, as normalisation needs two."""
         if self.resolved.is_tokens:
             return {"inputs": torch.zeros(1, 1, dtype=torch.long, device=device)}
-        return {"inputs": torch.zeros(1, *self.resolved.input, device=device)}
+        return {"inputs": torch.zeros(2, *self.resolved.input, device=device)}
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Network:
         """Move to a device with weights that are not set yet, and running statistics as before training."""
@@ -88,12 +89,14 @@ def _std(layer: Layer, weight: Tensor) -> float:
 
 
 def _put(module: nn.Module, path: str, child: nn.Module) -> None:
-    """Register a child under a name with dots."""
+    """Register a child under a name with dots; a ConfigError for one that modules have for something else."""
     *outer, name = path.split(".")
     for part in outer:
         if part not in dict(module.named_children()):
-            module.add_module(part, nn.Module())
+            _put(module, part, nn.Module())
         module = module.get_submodule(part)
+    if hasattr(module, name):
+        raise ConfigError(f"a layer cannot have the name {path}", hint="choose another name")
     module.add_module(name, child)
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -83,8 +82,7 @@ class Classify(Task[T, MicroBatch]):
 
     def facts(self) -> dict[str, Any]:
         """Return the network's name, and a digest of its layers."""
-        layers = xxhash.xxh3_64_hexdigest(repr(self._resolved.layers).encode())
-        return {"network": self.config.model.network, "layers": layers}
+        return {"network": self.config.model.network, "layers": self._resolved.digest}
 
     def model_rows(self) -> Rows:
         """Return the network's title."""

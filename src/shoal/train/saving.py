@@ -224,7 +224,7 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
         )
     job.task.data.refuse_other(state, checkpoint)
     refuse_other_shape(job.config, _stored_config(checkpoint), checkpoint)
-    kinds = (WEIGHTS, "optimizer") if job.request.init_optimizer else (WEIGHTS,)
+    kinds = (WEIGHTS, "statistics", *(["optimizer"] if job.request.init_optimizer else []))
     entries = [entry for entry in entries_of(job) if entry.name in kinds]
     wanted = {f"{entry.name}.{name}": t for entry in entries for name, t in entry.tensors().items()}
     job.checkpoints.load(checkpoint, wanted)

@@ -62,6 +62,16 @@ def timed(
     return samples, total, [loss if isinstance(loss, float) else adapter.read(loss) for loss in losses]
 
 
+def place_of(cpu: int, folder: str = "/sys/devices/system/cpu") -> tuple[int, int]:
+    """Return what orders logical CPUs so that the first ones are on cores of their own."""
+    try:
+        with open(f"{folder}/cpu{cpu}/topology/thread_siblings_list", encoding="ascii") as file:
+            parts = [part.partition("-") for part in file.read().strip().split(",")]
+        return sum(min(cpu, int(last or first) + 1) - min(cpu, int(first)) for first, _, last in parts), cpu
+    except (OSError, ValueError):
+        return 0, cpu
+
+
 def main(name: str, job_file: str) -> int:
     """Run a job with the adapter of a name; return the exit status."""
     try:
@@ -70,7 +80,7 @@ def main(name: str, job_file: str) -> int:
         with open(job_file, encoding="utf-8") as file:
             job = json.load(file)
         if hasattr(os, "sched_setaffinity"):  # before the framework counts the cores
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["threads"]])
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0), key=place_of)[: job["threads"]])
         weights = dict(np.load(job["weights"], allow_pickle=False))
         data = np.load(job["data"], allow_pickle=False)
         adapter = importlib.import_module(f"with_{name}").Adapter(job, weights)

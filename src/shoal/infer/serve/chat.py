@@ -43,7 +43,10 @@ def _template_of(folder: Path, config: Any) -> str | None:
     """Return the template of a folder: a file of its own, or an entry, which may be a list of named ones."""
     found = config.get("chat_template") if isinstance(config, dict) else None
     if (folder / _TEMPLATE).is_file():
-        with reading(folder / _TEMPLATE), (folder / _TEMPLATE).open(errors="replace") as file:
+        with (
+            reading(folder / _TEMPLATE),
+            (folder / _TEMPLATE).open(encoding="utf-8", errors="replace") as file,
+        ):
             found = file.read(_MAX_TEMPLATE + 1)
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}

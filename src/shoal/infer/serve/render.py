@@ -19,7 +19,8 @@ from shoal.errors import InputError
 
 _MAX_PROMPT = 1 << 20  # characters of a rendered chat
 _CPU_S, _MEMORY_BYTES = 2, 512 << 20
-_CHILD = [sys.executable, "-c", "from shoal.infer.serve.render import render_stdin; render_stdin()"]
+# -P: not the modules of the current folder, which may be the model's own.
+_CHILD = [sys.executable, "-P", "-c", "from shoal.infer.serve.render import render_stdin; render_stdin()"]
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
