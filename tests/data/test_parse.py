@@ -357,7 +357,7 @@ def test_a_file_that_is_named_is_taken_as_text(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["merged_cleand.json", "wiki_00", "c4-00001.json.gz", "c4.json.zst", "wiki_01.gz"]
+    "name", ["merged_cleand.json", "wiki_00", "part.json.1", "c4-00001.json.gz", "c4.json.zst", "wiki_01.gz"]
 )
 @pytest.mark.parametrize("first", ["", "\ufeff", "\n\n"])
 def test_json_lines_are_known_by_looking(tmp_path, name, first):

@@ -280,9 +280,19 @@ def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool,
     file.write_text(NARROW.replace("sigmoid", "relu"))
     with pytest.raises(RankError, match="belongs to another run: layers of its network was"):
         pool.run(run_training, 1, tmp_path / "run", values)
+    with pytest.raises(RankError, match="with other layers"):
+        pool.run(train_from, 1, tmp_path / "new", values, tmp_path / "run")
+    moved = tmp_path / "moved.toml"
+    moved.write_text(NARROW)
+    same = values | {"model": {"network": str(moved)}}
+    assert pool.run(train_from, 1, tmp_path / "other", same, tmp_path / "run")[0]["done"]
     monkeypatch.chdir(tmp_path)
     config = validate(values | {"model": {"network": "net.toml"}}, "test")
     assert open_task(config).config.model.network == str(file)
+
+
+def train_from(run_dir, values, init):
+    return run_training(run_dir, values, init=init)
 
 
 def pictures(folder, name, shape):

@@ -217,9 +217,12 @@ def _state(job: Job, step: int) -> dict[str, Any]:
 def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
     """Start a new run from the weights of any checkpoint, with its moments only if asked for."""
     theirs, ours = state.get("network", "decoder"), job.config.model.network
-    if theirs != ours:
+    facts = job.task.facts()
+    by = "layers" if "layers" in facts and "layers" in state else "network"  # a description may have moved
+    if state.get(by, "decoder") != facts.get(by, "decoder"):
         raise ConfigError(
-            f"{checkpoint} holds the weights of a {theirs}, and model.network = {ours}",
+            f"{checkpoint} holds the weights of a {theirs}{' with other layers' * (theirs == ours)}, and "
+            f"model.network = {ours}",
             hint=f"use model.network = {theirs}, or leave --init out",
         )
     job.task.data.refuse_other(state, checkpoint)

@@ -68,7 +68,7 @@ def find_kind(path: Path, text_key: str) -> str:
         with path.open("rb") as file:
             head = file.read(_LOOK)
             packed = next((ending for magic, ending in _PACKED.items() if head.startswith(magic)), "")
-            looked_at = packed or is_json or not path.suffix
+            looked_at = packed or is_json or path.suffix.lower() not in TEXT_SUFFIXES
             if looked_at and _is_json_lines(file, packed, text_key):
                 return f"jsonl{packed}"
     except OSError as error:
