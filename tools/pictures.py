@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 COLUMNS = 80
 BEGIN = ("train", "tiny", "--data", "my-text", "--nproc", "2", "--eval.prompt", "ROMEO:")
-SETTINGS = ("--train.steps", "400", "--train.log_every", "50", "--eval.every", "100")
+SETTINGS = ("--steps", "400", "--train.log_every", "50", "--eval.every", "100")
 RUN = "runs/tiny-my-text"
 PICTURED = re.compile(r"step 37\d/")  # the progress line that is seen in the picture
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
