@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
+from shoal.errors import counted
+
 _LINE_EVERY_S = 5.0
 
 
@@ -80,7 +82,7 @@ def summary_table(manifest: dict[str, Any], output: str, seconds: float) -> Tabl
     table.add_row("left out", dropped)
     table.add_row("tokens", f"{counters['tokens']:,} as {manifest['dtype']}")
     for name, facts in manifest["splits"].items():
-        table.add_row(f"  {name}", f"{facts['tokens']:,} tokens, {facts['documents']:,} documents")
+        table.add_row(f"  {name}", f"{facts['tokens']:,} tokens, {counted(facts['documents'], 'document')}")
     table.add_row("split by", manifest["split"]["by"])
     table.add_row(
         "vocabulary",
