@@ -8,6 +8,7 @@ from tests.tiny_dataset import random_dataset
 FEW = commits.TINY | {"nproc": 1, "train.steps": 40}
 
 
+@pytest.mark.proof
 def test_both_codes_are_run_by_turns():
     found = commits.compare({"few": FEW}, "HEAD", repeats=1)["few"]
     [this], [other] = found["step_ms"]["this"], found["step_ms"]["other"]
