@@ -31,7 +31,7 @@ class Model(Section):
 
     network: str = "decoder"
     """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or
-    a TOML file that describes one. Described networks ignore the other model settings."""
+    a TOML file that describes one. Described networks reject the other model settings."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
     RoPE, RMSNorm, SwiGLU, no biases."""

@@ -13,20 +13,17 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Adapter:
-    """A plain module and torch.optim.SGD on the CPU, or on CUDA where the job says so."""
+    """A plain module and torch.optim.SGD on the CPU."""
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         torch.set_num_threads(job["threads"])
-        self.device = torch.device(job.get("device", "cpu"))
         tuned = job["mode"] == "tuned"
-        torch.backends.cudnn.benchmark = tuned
         self.tokens = job["network"]["is_tokens"]
         self.module = nn.Sequential(*map(build, job["network"]["layers"]))
         for (name, array), parameter in zip(weights.items(), self.module.parameters(), strict=True):
             with torch.no_grad():
                 assert tuple(parameter.shape) == array.shape, (name, parameter.shape, array.shape)
                 parameter.copy_(torch.from_numpy(array))
-        self.module.to(self.device)
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=job["lr"], momentum=job["momentum"])
         self.loss = torch.compile(self._loss) if tuned else self._loss
 
@@ -37,7 +34,7 @@ class Adapter:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def put(self, inputs: Any, targets: Any) -> Batch:
-        x, y = torch.from_numpy(inputs).to(self.device), torch.from_numpy(targets).to(self.device)
+        x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
         return (x.long() if self.tokens else x), y
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -56,8 +53,7 @@ class Adapter:
         return loss.detach()
 
     def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        """Return at once: on a CPU, a step returns when it is computed."""
 
     def read(self, loss: Tensor) -> float:
         return loss.item()
