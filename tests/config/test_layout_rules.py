@@ -93,8 +93,8 @@ CASES = [
         "_stages",
         2,
         {"model": FOUR, "parallel": {"pp": 2, "split": (1, 2)}},
-        "parallel.split = [1, 2] names 2 parts with 3 layers; parallel.pp = 2 with schedule 1f1b needs 2 "
-        "parts with model.n_layers = 4",
+        "parallel.split = [1, 2] names 2 stages with 3 layers; parallel.pp = 2 with schedule 1f1b needs 2 "
+        "stages with model.n_layers = 4",
         "use parallel.split = [2, 2], or leave it out",
         {"parallel": {"split": (2, 2)}},
     ),
@@ -102,8 +102,8 @@ CASES = [
         "_stages",
         2,
         {"model": FOUR | {"n_layers": 5}, "parallel": {"pp": 2, "split": (3, 2), "schedule": "interleaved"}},
-        "parallel.split = [3, 2] names 2 parts with 5 layers; parallel.pp = 2 with schedule interleaved "
-        "needs 4 parts with model.n_layers = 5",
+        "parallel.split = [3, 2] names 2 stages with 5 layers; parallel.pp = 2 with schedule interleaved "
+        "needs 4 stages with model.n_layers = 5",
         "use parallel.split = [2, 1, 1, 1], or leave it out",
         {"parallel": {"split": ()}},
     ),
@@ -111,16 +111,16 @@ CASES = [
         "_stages",
         4,
         {"model": {"n_layers": 2}, "parallel": {"pp": 4}, "train": {"micro_batch_size": 4}},
-        "model.n_layers = 2 over 4 pipeline parts leaves a part without a layer",
-        "use parallel.pp = 2 or less, and at least one layer a part",
+        "model.n_layers = 2 over 4 pipeline stages leaves a stage without a layer",
+        "use parallel.pp = 2 or less, and at least one layer a stage",
         {"parallel": {"pp": 2}},
     ),
     Case(
         "_stages",
         2,
         {"model": FOUR, "parallel": {"pp": 2, "split": (4, 0)}},
-        "model.n_layers = 4 over 2 pipeline parts leaves a part without a layer",
-        "use parallel.pp = 4 or less, and at least one layer a part",
+        "model.n_layers = 4 over 2 pipeline stages leaves a stage without a layer",
+        "use parallel.pp = 4 or less, and at least one layer a stage",
         {"parallel": {"split": (3, 1)}},
     ),
     Case(

@@ -104,7 +104,7 @@ def no_process(monkeypatch):
     [
         ("dp2, tp3", {}, r"layout tp3: model\.n_heads = 2 is not divisible by parallel\.tp = 3"),
         ("zero1x3", {}, r"layout zero1x3: train\.global_batch_size = 16 does not divide among 3"),
-        ("dp2", {"reference": "pp3"}, r"layout pp3: model\.n_layers = 2 over 3 pipeline parts"),
+        ("dp2", {"reference": "pp3"}, r"layout pp3: model\.n_layers = 2 over 3 pipeline stages"),
         ("dp2, quick2", {}, r"'quick2' in layout 'quick2' is no layout word"),
         (" , ", {}, r"--layouts names no layout"),
         ("dp2", {"steps": 0}, r"--steps 0: at least 1"),

@@ -55,8 +55,8 @@ class Layout:
         return self.pp * self.dp * self.tp
 
     @property
-    def parts(self) -> int:
-        """Successive parts that the layers are cut into; a process may hold two of them."""
+    def stages(self) -> int:
+        """Number of pipeline stages that the layers are cut into; a process may hold two."""
         if self.pp == 1:
             return 1
         return self.pp * (2 if self.schedule in ("interleaved", "zero_bubble") else 1)

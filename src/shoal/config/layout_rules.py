@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -44,15 +45,15 @@ def check_layout(config: Config, layout: Layout, shape: Shape | None) -> None:
             raise ConfigError(message, hint=hint)
 
 
-def cut_evenly(count: int, parts: int) -> list[int]:
-    """Share `count` layers out over parts, the first ones larger: the last one also holds the head."""
-    return [count // parts + (part < count % parts) for part in range(parts)]
+def cut_evenly(count: int, stages: int) -> list[int]:
+    """Divide `count` layers among stages, the first ones larger: the last one also holds the head."""
+    return [count // stages + (stage < count % stages) for stage in range(stages)]
 
 
-def layers_of_parts(config: Config, layout: Layout, n_layers: int) -> list[range]:
-    """Return the layers of each pipeline part, in order."""
-    sizes = list(config.parallel.split) or cut_evenly(n_layers, layout.parts)
-    ends = [sum(sizes[: part + 1]) for part in range(len(sizes))]
+def layers_of_stages(config: Config, layout: Layout, n_layers: int) -> list[range]:
+    """Return the layers of each pipeline stage, in order."""
+    sizes = list(config.parallel.split) or cut_evenly(n_layers, layout.stages)
+    ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
@@ -128,20 +129,20 @@ def _sequence(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]
 
 
 def _stages(config: Config, layout: Layout, shape: Shape) -> Iterator[Problem]:
-    split, parts = config.parallel.split, layout.parts
-    if split and (len(split) != parts or sum(split) != shape.n_layers):
-        even = ", ".join(map(str, cut_evenly(shape.n_layers, parts)))
+    split, stages = config.parallel.split, layout.stages
+    if split and (len(split) != stages or sum(split) != shape.n_layers):
+        even = ", ".join(map(str, cut_evenly(shape.n_layers, stages)))
         yield (
-            f"parallel.split = {list(split)} names {counted(len(split), 'part')} with "
+            f"parallel.split = {list(split)} names {counted(len(split), 'stage')} with "
             f"{counted(sum(split), 'layer')}; parallel.pp = {layout.pp} with schedule {layout.schedule} "
-            f"needs {counted(parts, 'part')} with model.n_layers = {shape.n_layers}",
+            f"needs {counted(stages, 'stage')} with model.n_layers = {shape.n_layers}",
             f"use parallel.split = [{even}], or leave it out",
         )
-    if 0 in split or parts > shape.n_layers:
+    if 0 in split or stages > shape.n_layers:
         yield (
-            f"model.n_layers = {shape.n_layers} over {parts} pipeline parts leaves a part without a layer",
-            f"use parallel.pp = {max(1, shape.n_layers * layout.pp // parts)} or less, and at least one "
-            "layer a part",
+            f"model.n_layers = {shape.n_layers} over {stages} pipeline stages leaves a stage without a layer",
+            f"use parallel.pp = {max(1, shape.n_layers * layout.pp // stages)} or less, and at least one "
+            "layer a stage",
         )
 
 

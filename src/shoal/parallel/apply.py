@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.config.layout_rules import layers_of_parts
+from shoal.config.layout_rules import layers_of_stages
 from shoal.config.rules import grad_accum_steps
 from shoal.config.sections import Config
 from shoal.gradsync.after_backward import SumAfterBackward
@@ -94,7 +94,7 @@ class CutModel(Generic[T]):
 
     @property
     def tied_duplicates(self) -> set[str]:
-        """Names of tied weights on this rank that the first pipeline part holds too, saves and counts."""
+        """Names of tied weights on this rank that the first pipeline stage holds too, saves and counts."""
         first = any(part.is_first for part in self.parts)
         return set() if first else {TIED} & self.named_weights().keys()
 
@@ -191,8 +191,8 @@ def apply(
 ) -> CutModel[T]:
     """Make the model, or this rank's part of it, in the layout of the mesh. Collective over the world.
 
-    The order is pipeline parts, tensor parallelism, recompute, compile, then ZeRO or replicas. Each step
-    wraps the result of the one before: a pipeline part has whole tensors, tensor parallelism cuts them, ZeRO
+    The order is pipeline stages, tensor parallelism, recompute, compile, then ZeRO or replicas. Each step
+    wraps the result of the one before: a pipeline stage has whole tensors, tensor parallelism cuts them, ZeRO
     shards what a tensor rank holds, recomputed blocks are compiled, and replicas wrap compiled blocks. All
     steps run on the meta device, so that no rank ever holds more than its own part. Initial weights are a
     function of seed, name and position.
@@ -204,8 +204,8 @@ def apply(
         log.info("parallel.offload = true changes nothing on a CPU, whose memory is the host's")
     if train.recompute_offload and device.type == "cpu":
         log.info("train.recompute_offload = true saves nothing on a CPU, whose memory is the host's")
-    numbers = list(range(mesh.pp_rank, layout.parts, layout.pp))
-    layers = layers_of_parts(config, layout, task.shape.n_layers if task.shape else 1)
+    numbers = list(range(mesh.pp_rank, layout.stages, layout.pp))
+    layers = layers_of_stages(config, layout, task.shape.n_layers if task.shape else 1)
     with torch.device("meta"):
         parts = task.parts([layers[number] for number in numbers])
     tensor = TensorParallel(axis, sequence=layout.sequence) if axis else None
@@ -288,7 +288,7 @@ def _pipeline(
     return Pipeline(
         decoders,
         numbers,
-        layout.parts,
+        layout.stages,
         run_part=task.forward_loss,
         before_backward=before_backward,
         phase=phase,

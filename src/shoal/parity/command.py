@@ -140,7 +140,7 @@ def under(config: Config, layout: Layout, **train: Any) -> Config:
     """Return the configuration under a layout, with some settings of [train] replaced."""
     given = config.parallel
     kept = {
-        "split": given.split if len(given.split) == layout.parts and layout.pp > 1 else (),
+        "split": given.split if len(given.split) == layout.stages and layout.pp > 1 else (),
         "offload": given.offload and layout.zero > 0,
     }
     return _with(config, parallel={**settings_of(layout), **kept}, train=train)

@@ -36,7 +36,7 @@ def make(
 
 
 def error_feedback(exchange: Exchange, mesh: Mesh, split: tuple[int, ...]) -> FeedbackState:
-    """Return the error feedback of an exchange; `split` is the layers of each pipeline part."""
+    """Return the error feedback of an exchange; `split` is the layers of each pipeline stage."""
     return FeedbackState(exchange, mesh, split)
 
 

@@ -24,7 +24,7 @@ class FeedbackState(SynchronousReplicas):
     """Error feedback of one rank. No method communicates."""
 
     def __init__(self, exchange: Exchange, mesh: Mesh, split: tuple[int, ...]) -> None:
-        """Build from a rank's exchange and mesh; `split` is the layers of each pipeline part, if given."""
+        """Build from a rank's exchange and mesh; `split` is the layers of each pipeline stage, if given."""
         self._exchange = exchange
         self.traffic = exchange.traffic
         self._mesh = mesh

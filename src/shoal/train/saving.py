@@ -188,7 +188,7 @@ def _expected(entries: Sequence[Entry], state: dict[str, Any]) -> dict[str, Tens
 
 
 def _tensors(job: Job) -> dict[str, Tensor]:
-    """Name every tensor to save; what the first pipeline part has, too, is saved by that one."""
+    """Name every tensor to save; what the first pipeline stage has, too, is saved by that one."""
     tensors = {
         f"{entry.name}.{name}": tensor
         for entry in entries_of(job)
