@@ -341,6 +341,8 @@ def ended(tmp_path_factory):
             else:
                 told = ["--n-heads", "2", "--vocab-size", "16"] if make is megatron else []
                 commands[name] = ["import", str(path), out, *told]
+            if make is hugging_face:
+                commands[f"{name} as --init"] = ["train", "tiny", "--init", str(path), "-o", out]
     digits = root / "digits.toml"
     digits.write_text(f"[train]\nsteps = {'1' * 5000}\n")
     (root / "deep.toml").write_text("a = " + "[" * 100_000)
@@ -392,6 +394,7 @@ def test_every_small_hostile_file_is_a_sentence_in_little_time_and_memory(ended)
         ("width", "take more numbers than the files hold"),
         ("positions", "take more numbers than the files hold"),
         ("hf layers", "100000000 layers"),
+        ("hf layers as --init", "take more numbers than the files hold"),
         ("hf width", "take more numbers than the files hold"),
         ("hf endless", "impossible value"),
         ("our layers", "take more numbers than the files hold"),

@@ -202,6 +202,12 @@ def test_a_template_that_means_harm_is_an_error(template, said):
         render(template, {"messages": MESSAGES})
 
 
+def test_a_template_has_a_limit_of_time_on_the_clock(monkeypatch):
+    monkeypatch.setattr("shoal.infer.serve.render._WALL_S", 0.01)
+    with pytest.raises(InputError, match=r"took more than 0\.01 s"):
+        render("a", {})
+
+
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     for name in ("jinja2", "resource"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")

@@ -20,12 +20,11 @@ from torch import Tensor
 from shoal.checkpoint.manifest import refuse_imagined
 from shoal.config.sections import Model
 from shoal.errors import CheckpointError, InputError
-from shoal.interop.hugging_face import model_of, read_config
+from shoal.interop.hugging_face import model_of, read_config, weight_files
 from shoal.interop.pickles import read_pickle
 from shoal.interop.tables import EMBEDDINGS, Entry, Family, family_of, table
 from shoal.models.decoder import Decoder
 from shoal.models.shape import ModelShape, resolve_shape
-from shoal.runtime.files import read_json
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # constants that some files hold
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -135,7 +134,7 @@ def _open_hugging_face(folder: Path) -> Foreign:
     model = model_of(config, where)
     held: dict[str, Callable[[], Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         found, get = _open_safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
         for name, shape in found.items():
             whole = name.startswith(
@@ -153,24 +152,6 @@ def _open_hugging_face(folder: Path) -> Foreign:
         eod_id=eos if isinstance(eos, int) and 0 <= eos < model.vocab_size else None,
         tokenizer_folder=folder,
         source={"format": "Hugging Face", "path": str(folder.resolve())},
-    )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for kind in ("model.safetensors", "pytorch_model.bin"):
-        if (index := folder / f"{kind}.index.json").is_file():
-            content = read_json(index, "index")
-            named = content.get("weight_map") if isinstance(content, dict) else None
-            names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
-            odd = [name for name in names if Path(name).name != name]
-            if odd or not names or not all((folder / name).is_file() for name in names):
-                raise CheckpointError(f"{index} names files that are not beside it, or none")
-            return [folder / name for name in names]
-        if (folder / kind).is_file():
-            return [folder / kind]
-    raise InputError(
-        f"{folder} holds no weights",
-        hint="it needs model.safetensors, pytorch_model.bin, or an index of several",
     )
 
 

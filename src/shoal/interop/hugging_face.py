@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.manifest import MANIFEST, refuse_imagined
 from shoal.config.sections import Config, Model
-from shoal.errors import ConfigError, InputError
+from shoal.errors import CheckpointError, ConfigError, InputError
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.runtime.files import read_json
 
@@ -30,6 +30,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights, by their names or by the index of several."""
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        if (index := folder / f"{kind}.index.json").is_file():
+            content = read_json(index, "index")
+            named = content.get("weight_map") if isinstance(content, dict) else None
+            names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+            odd = [name for name in names if Path(name).name != name]
+            if odd or not names or not all((folder / name).is_file() for name in names):
+                raise CheckpointError(f"{index} names files that are not beside it, or none")
+            return [folder / name for name in names]
+        if (folder / kind).is_file():
+            return [folder / kind]
+    raise InputError(
+        f"{folder} holds no weights",
+        hint="it needs model.safetensors, pytorch_model.bin, or an index of several",
+    )
+
+
 def with_model_of(config: Config, folder: Path) -> Config:
     """Take what `config` does not set of the model from a Hugging Face folder; from any other nothing.
 
@@ -39,6 +58,8 @@ def with_model_of(config: Config, folder: Path) -> Config:
         return config
     theirs = model_of(read_config(folder), str(folder / "config.json"))
     shape, ours = resolve_shape(theirs, theirs.vocab_size), config.model
+    held = sum(file.stat().st_size for file in weight_files(folder))  # a number takes a byte at least
+    refuse_imagined(shape, held, str(folder / "config.json"))
     given = {
         name: value for name in ours.model_fields_set if (value := getattr(ours, name)) or value is False
     }

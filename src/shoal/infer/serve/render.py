@@ -19,6 +19,7 @@ from shoal.errors import InputError
 
 _MAX_PROMPT = 1 << 20  # characters of a rendered chat
 _CPU_S, _MEMORY_BYTES = 2, 512 << 20
+_WALL_S = 30  # of the whole process, on a machine that is busy
 # -P: not the modules of the current folder, which may be the model's own.
 _CHILD = [sys.executable, "-P", "-c", "from shoal.infer.serve.render import render_stdin; render_stdin()"]
 
@@ -26,9 +27,18 @@ _CHILD = [sys.executable, "-P", "-c", "from shoal.infer.serve.render import rend
 def render(template: str, variables: dict[str, Any]) -> str:
     """Return what a template makes of its variables; an InputError has its own error, or names the limits."""
     order = json.dumps([template, variables])
-    done = subprocess.run(  # in a session of its own, as Ctrl-C is not for it
-        _CHILD, input=order, capture_output=True, text=True, start_new_session=True, check=False
-    )
+    try:
+        done = subprocess.run(  # in a session of its own, as Ctrl-C is not for it
+            _CHILD,
+            input=order,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            timeout=_WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(f"the chat template of this model took more than {_WALL_S} s") from None
     if done.returncode:
         raise InputError(
             f"the chat template of this model takes more than {_CPU_S} s or {_MEMORY_BYTES >> 20} MiB "
