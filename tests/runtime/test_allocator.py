@@ -25,7 +25,7 @@ def step():
     model.zero_grad()
 
 peaks = []
-for number in range(7):
+for number in range(13):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     peaks.append(status("VmHWM"))
@@ -44,5 +44,7 @@ def measured(how: str) -> list[int]:
 def test_freed_memory_is_kept_and_used_again():
     *_, pages_by_default = measured("default")
     early, late, pages = measured("keep")
-    assert late < 1.05 * early  # memory does not grow with every step
+    assert (
+        late < 1.25 * early
+    )  # one tensor more now and then, but not in each of nine steps: that would be twice as much
     assert pages < pages_by_default / 10  # of the last step, cleared by the kernel at first touch
