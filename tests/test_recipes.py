@@ -21,7 +21,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE))
 TWO = "Two machines"
-LONG = ("From nanoGPT", "From transformers' Trainer", "From torchtitan")  # much the commands of other recipes
+LONG = (  # much the commands of other recipes and tests
+    "From nanoGPT",
+    "From transformers' Trainer",
+    "From torchtitan",
+    "Fine-tune a Hugging Face model",
+)
 RUN = [pytest.param(name, marks=[pytest.mark.proof] * (name in LONG)) for name in RECIPES if name != TWO]
 SMALL = {  # options in place of the page's, or beside them
     "train": {

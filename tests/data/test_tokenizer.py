@@ -93,9 +93,10 @@ def test_gpt2_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
     assert "vocab.json and merges.txt" in error.value.hint
 
 
-def test_both_libraries_sort_every_character_alike():
+@pytest.mark.parametrize("end", [0x10000, pytest.param(0x110000, marks=pytest.mark.proof)])
+def test_both_libraries_sort_every_character_alike(end):
     """The proof of equal ids rests on this; a release with newer Unicode tables breaks it here."""
-    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, end)]))
     single = {bytes([byte]): byte for byte in range(256)}
     for kind in (r"\p{L}", r"\p{N}", r"\s"):
         split = pre_tokenizers.Split(Regex(kind + "+"), "removed", invert=True)

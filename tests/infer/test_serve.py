@@ -408,7 +408,7 @@ Limits.__init__.__defaults__ = (*Limits.__init__.__defaults__[:-1], 60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
 def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HELD)
     hold = tmp_path / "hold"
