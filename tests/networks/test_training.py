@@ -21,6 +21,7 @@ from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from shoal.train.saving import resume
+from shoal.train.step import agree, forward_backward, update
 from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
@@ -243,6 +244,27 @@ def test_any_network_can_be_trained_apart(data, tmp_path):
         request.on(ReplicaGroupInfo(1, 2, 1, "127.0.0.1", 1, "mark", 1)).check(1)
 
 
+def test_a_network_has_as_many_fragments_as_layers_with_weights(data, tmp_path):
+    for network, layers in (("normed", 3), ("fcn-r", 4)):
+        for fragments in (layers, layers + 1):
+            sync = {"strategy": "streaming_diloco", "every": 5, "overlap": 0, "fragments": fragments}
+            config = validate(values_of(network, data, sync=sync), "test")
+            request = Request(config, tmp_path)
+            if fragments == layers:
+                request.check(2)
+                continue
+            with pytest.raises(ConfigError, match=f"layers with weights of .* = {layers}, sync.every = 5"):
+                request.check(2)
+
+
+def test_layers_with_names_train_apart(apart, data, tmp_path):
+    file = tmp_path / "named.toml"
+    file.write_text(NARROW.replace("gain = 4\n", 'gain = 4\nname = "blocks.first"\n', 1))
+    sync = {"strategy": "streaming_diloco", "every": 4, "overlap": 0, "fragments": 4}
+    first, second = apart(tmp_path / "run", values_of("fcn-r", data | {"narrow fcn-r": file}, sync=sync))
+    assert all(np.array_equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
+
+
 def test_data_of_the_wrong_kind_is_refused(data, tmp_path):
     swapped = {"fcn-r": data["lstm"], "lstm": data["fcn-r"]}
     for network in NETWORKS:
@@ -284,11 +306,13 @@ def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool,
         pool.run(train_from, 1, tmp_path / "new", values, tmp_path / "run")
     moved = tmp_path / "moved.toml"
     moved.write_text(NARROW)
+    file.unlink()
     same = values | {"model": {"network": str(moved)}}
+    assert pool.run(run_training, 1, tmp_path / "run", same)[0]["steps"] == [1, 2, 3, 4, 5]
     assert pool.run(train_from, 1, tmp_path / "other", same, tmp_path / "run")[0]["done"]
     monkeypatch.chdir(tmp_path)
-    config = validate(values | {"model": {"network": "net.toml"}}, "test")
-    assert open_task(config).config.model.network == str(file)
+    config = validate(values | {"model": {"network": "moved.toml"}}, "test")
+    assert open_task(config).config.model.network == str(moved)
 
 
 def train_from(run_dir, values, init):
@@ -314,6 +338,34 @@ def test_replicas_normalise_by_their_own_batches_and_save_the_mean_of_their_stat
     assert not torch.equal(saved_statistics(tmp_path / "parts", 3)["1.body.0.running_mean"], torch.zeros(4))
     parts = pool.run(run_training, 2, tmp_path / "parts", values)
     assert parts[0]["lines"][-1] == ranks[0]["lines"][-1]  # test loss and accuracy, with the statistics
+
+
+def overflowing(run_dir, values):
+    """Train with a gradient that is not finite in step 2; return the statistics after each step."""
+    job, seen = make_job(run_dir, values), []
+    for step in (1, 2, 3):
+        batch = job.task.batch(step)
+        loss = forward_backward(job, batch)
+        if step == 2:
+            next(iter(job.model.named_weights().values())).grad.fill_(torch.inf)
+        update(job, agree(job, batch, loss))
+        (part,) = job.model.parts
+        seen.append({name: tensor.clone() for name, tensor in part.running_statistics().items()})
+    return seen, job.skipped
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"guard": {"nonfinite": "skip"}}, {"precision": {"dtype": "fp16", "initial_scale": 2.0**10}}],
+    ids=("guard", "fp16"),
+)
+def test_a_step_that_is_left_out_leaves_no_trace_in_the_statistics(pool, data, tmp_path, sections):
+    for (first, second, third), skipped in pool.run(
+        overflowing, 2, tmp_path, values_of("normed", data, **sections)
+    ):
+        assert skipped == 1
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert not any(torch.equal(second[name], third[name]) for name in first)
 
 
 def statistics_at_the_start(run_dir, values, parent):

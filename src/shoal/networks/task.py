@@ -59,6 +59,10 @@ class Classify(Task[T, MicroBatch]):
     def num_parameters(self) -> int:
         return self._resolved.num_parameters
 
+    @property
+    def num_blocks(self) -> int:
+        return len({name.rpartition(".")[0] for name in self._blueprint.named_weights()})
+
     def parts(self, layers: Sequence[range]) -> list[Network]:
         """Make the network."""
         return [Network(self._resolved)]

@@ -146,6 +146,11 @@ class Task(ABC, Generic[T, Micro]):
     @abstractmethod
     def num_parameters(self) -> int: ...
 
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks, or layers with weights, that replicas can exchange one at a time."""
+
     @abstractmethod
     def parts(self, layers: Sequence[range]) -> Sequence[Part]:
         """Make the parts of the model with these layers; a network of fixed form is one part."""
