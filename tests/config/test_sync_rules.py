@@ -108,6 +108,19 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "use fewer steps of warm-up, or sync.strategy = allreduce",
         {"sync": {"warmup_steps": 4}},
     ),
+    *(
+        (
+            "_norm",
+            "dp2",
+            {"model": {"batch_statistics": "synchronised"}, "sync": sync},
+            "model.batch_statistics = synchronised with model.network = decoder and sync.strategy = "
+            f"{strategy}: it is for networks with batch normalisation, whose replicas take each step "
+            "together",
+            "use model.batch_statistics = replica",
+            {"model": {"batch_statistics": "replica"}},
+        )
+        for strategy, sync in (("allreduce", {}), ("diloco", {"strategy": "diloco", "every": 2}))
+    ),
     (
         "_slow_link",
         "dp2",

@@ -5,8 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from shoal.checkpoint.manifest import step_name
 from shoal.config.load import load_config, validate
@@ -15,7 +17,9 @@ from shoal.data.prepare.images import RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
-from shoal.networks.description import names, read
+from shoal.models.init import initialise
+from shoal.networks.description import names, parse, read
+from shoal.networks.modules import Network
 from shoal.parity.command import parity
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
@@ -225,6 +229,21 @@ def test_fcn_r_learns_digits(pool, tmp_path):
             "optimizer.name = muon with model.network = lstm: it updates a decoder's blocks",
             "use optimizer.name = adamw or sgd",
         ),
+        (
+            "lstm",
+            {"model": {"network": "lstm", "batch_statistics": "synchronised"}},
+            "synchronised with model.network = lstm, which has no batch normalisation",
+            "leave model.batch_statistics out",
+        ),
+        *(
+            (
+                "fcn-r",
+                {"model": {"network": "resnet-56", "batch_statistics": "synchronised"}, "sync": sync},
+                f"model.network = resnet-56 and sync.strategy = {sync['strategy']}: it is for networks with",
+                "use model.batch_statistics = replica",
+            )
+            for sync in ({"strategy": "async_sgd"}, {"strategy": "block_momentum", "every": 2})
+        ),
     ],
 )
 def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sections, message, hint):
@@ -338,6 +357,61 @@ def test_replicas_normalise_by_their_own_batches_and_save_the_mean_of_their_stat
     assert not torch.equal(saved_statistics(tmp_path / "parts", 3)["1.body.0.running_mean"], torch.zeros(4))
     parts = pool.run(run_training, 2, tmp_path / "parts", values)
     assert parts[0]["lines"][-1] == ranks[0]["lines"][-1]  # test loss and accuracy, with the statistics
+
+
+def of_replicas(description, inputs, targets):
+    """Return logits, gradients and statistics of a synchronised network, with a share of the batch a rank."""
+    network = Network(parse(description, "test").resolve(), synchronised=True)
+    initialise(network, 1)
+    network.double().train()
+    for norm in network._norms().values():
+        norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
+    logits = []
+    for step_inputs, step_targets in zip(inputs, targets, strict=True):  # micro-batches of all replicas
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x, y = step_inputs.tensor_split(size)[rank], step_targets.tensor_split(size)[rank]
+        logits.append(network(x))
+        functional.cross_entropy(logits[-1], y, reduction="sum").backward()
+    gradients = {name: weight.grad for name, weight in network.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return torch.cat(logits).detach(), gradients, network.running_statistics()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_synchronised_statistics_are_those_of_one_process_with_the_whole_batch(pool, steps):
+    torch.manual_seed(0)
+    inputs = 3 + torch.randn(steps, 8, 1, 28, 28, dtype=torch.float64)
+    targets = torch.randint(0, 10, (steps, 8))
+    (one,) = pool.run(of_replicas, 1, NORMED, inputs, targets)
+    two = pool.run(of_replicas, 2, NORMED, inputs, targets)
+    logits = torch.cat([part.view(steps, 4, 10) for part, *_ in two], dim=1).view(-1, 10)
+    torch.testing.assert_close(logits, one[0], rtol=1e-12, atol=1e-12)
+    for _, gradients, statistics in two:
+        for ours, theirs in ((gradients, one[1]), (statistics, one[2])):
+            assert ours.keys() == theirs.keys()
+            for name in ours:
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, *SYNCS[1:], {"strategy": "bf16"}], ids=lambda sync: "-".join(sync.values()) or "allreduce"
+)
+def test_synchronised_replicas_train_as_one_process_does(pool, data, tmp_path, sync):
+    def run(size, statistics):
+        values = values_of("normed", data, train={"micro_batch_size": 16 // size}, sync=sync)
+        values["model"] |= {"batch_statistics": statistics}
+        return pool.run(run_training, size, tmp_path / f"{size}-{statistics}", values)[0]
+
+    one, two, apart = run(1, "synchronised"), run(2, "synchronised"), run(2, "replica")
+    tolerance = 1e-2 if sync == {"strategy": "bf16"} else 1e-5
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=tolerance)
+    np.testing.assert_allclose(two["norms"], one["norms"], rtol=tolerance)
+    difference = np.abs(np.subtract(apart["norms"], one["norms"]) / one["norms"]).max()
+    assert difference > 1e-3  # each replica's own statistics give something else
+    found = [saved_statistics(tmp_path / f"{size}-synchronised", 5) for size in (1, 2)]
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=tolerance, atol=1e-5)
 
 
 def overflowing(run_dir, values):

@@ -173,6 +173,17 @@ def _fragments(config: Config, layers: int) -> Iterator[Problem]:
         )
 
 
+def _norm(config: Config, layout: Layout) -> Iterator[Problem]:
+    cannot = config.model.network == "decoder" or strategy_of(config).apart
+    if config.model.batch_statistics == "synchronised" and cannot:
+        yield (
+            f"model.batch_statistics = synchronised with model.network = {config.model.network} and "
+            f"sync.strategy = {config.sync.strategy}: it is for networks with batch normalisation, whose "
+            "replicas take each step together",
+            "use model.batch_statistics = replica",
+        )
+
+
 def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
     rate, sync = config.runtime.slow_link, config.sync
     if rate and (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
@@ -187,4 +198,4 @@ def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _slow_link)
+RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _norm, _slow_link)

@@ -61,10 +61,6 @@ class Gpt(Task[NDArray[np.int64], MicroBatch]):
     def num_parameters(self) -> int:
         return count_parameters(self.shape).total
 
-    @property
-    def num_blocks(self) -> int:
-        return self.shape.n_layers
-
     def parts(self, layers: Sequence[range]) -> list[Decoder]:
         """Make a decoder, or parts of one."""
         return [Decoder(self.shape, some) for some in layers]

@@ -147,9 +147,9 @@ class Task(ABC, Generic[T, Micro]):
     def num_parameters(self) -> int: ...
 
     @property
-    @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks, or layers with weights, that replicas can exchange one at a time."""
+        """Blocks of a decoder, or layers with weights of another network, which can be exchanged alone."""
+        return self.shape.n_layers if self.shape else 1
 
     @abstractmethod
     def parts(self, layers: Sequence[range]) -> Sequence[Part]:
