@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.bench import environments, networks
-from shoal.bench.frameworks import harness
+from shoal.bench.frameworks import harness, with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
 from shoal.errors import InputError, ShoalError
 from shoal.networks.description import names, read
@@ -174,6 +174,35 @@ def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
     assert rows[0].reason == "GPUs: ."
 
 
+def test_on_a_gpu_an_adapter_sees_it_computes_there_and_waits(tiny, tmp_path, monkeypatch):
+    script = tmp_path / "script"
+    told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'
+    script.write_text(f'#!/bin/sh\necho "{told}"\n')
+    script.chmod(0o755)
+    rows = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    on_gpu = replace(tiny, device="cuda")
+    measure(replace(on_gpu, pythons={"pytorch": str(script)}), [], rows.append)
+    assert rows[0].reason == "GPUs: all."
+    if not torch.cuda.is_available():
+        measure(on_gpu, [], rows.append)
+        assert rows[1].status == "failed"
+        assert "CUDA" in rows[1].reason
+    adapter = with_pytorch.Adapter.__new__(with_pytorch.Adapter)
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    for device in ("cpu", "cuda"):
+        adapter.device = torch.device(device)
+        adapter.wait()
+    assert waited == [True]
+
+
+def test_a_framework_that_was_not_tried_on_a_gpu_is_refused_there(tiny, monkeypatch):
+    monkeypatch.setattr(networks, "ON_GPU", ("pytorch",))
+    with pytest.raises(InputError, match="jax was not tried on a GPU"):
+        command(replace(tiny, frameworks=("pytorch", "jax"), device="cuda"), None, listing=False)
+
+
 def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkeypatch, capsys):
     output = tmp_path / "record.json"
     measured = []
@@ -187,7 +216,9 @@ def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkey
     assert (held["name"], [one["cell"]["batch"] for one in held["rows"]]) == ("networks", [4, 8])
     with pytest.raises(InputError, match="is the record of other measurements"):
         command(replace(tiny, steps=4), output, listing=False)
-    output.write_text('{"name": "networks", "options": {"steps": 3, "warmup": 1}, "rows": [1]}')
+    output.write_text(
+        '{"name": "networks", "options": {"steps": 3, "warmup": 1, "device": "cpu"}, "rows": [1]}'
+    )
     with pytest.raises(InputError, match="is not a record of shoal bench networks"):
         command(tiny, output, listing=False)
 

@@ -345,9 +345,7 @@ def draw(outcomes: Sequence[CellResult], path: Path) -> None:
         areas = [20 + 400 * (o.found.bytes_a_step or 0) / most for o in group if o.found]
         inks = [colours[outcome.cell.way.word] for outcome in group]
         axes.scatter([x for x, _ in points], [y for _, y in points], s=areas, c=inks, alpha=0.7)
-        losses = [loss for _, loss in points]
-        if max(losses) > _WIDE * min(losses):
-            axes.set_yscale("log")
+        _spread(axes, [loss for _, loss in points])
         axes.plot(*zip(*pareto(points), strict=True), linewidth=0.8, linestyle="--", color="grey")
         axes.grid(alpha=0.3)
         for axes, name, unit in zip(by, ("epoch", "seconds"), ("epochs", "seconds"), strict=True):
@@ -355,11 +353,17 @@ def draw(outcomes: Sequence[CellResult], path: Path) -> None:
             for outcome, ink in zip(group, inks, strict=True):
                 curve = outcome.found.curve if outcome.found else []
                 axes.plot([getattr(p, name) for p in curve], [p.loss for p in curve], color=ink)
+            _spread(axes, [point.loss for o in group if o.found for point in o.found.curve])
             axes.grid(alpha=0.3)
     marks = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in colours.values()]
     figure.legend(marks, list(colours), loc="outside lower center", ncols=min(6, len(marks)))
     figure.suptitle("left: area is bytes a step; dashed: nothing is both faster and better")
     figure.savefig(path, dpi=120)
+
+
+def _spread(axes: Any, losses: Sequence[float]) -> None:
+    if max(losses) > _WIDE * min(losses):
+        axes.set_yscale("log")
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

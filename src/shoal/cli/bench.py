@@ -96,6 +96,7 @@ def networks(
     steps: int = 20,
     warmup: int = 5,
     limit: float = 600.0,
+    device: Literal["cpu", "cuda"] = "cpu",
     python: tuple[str, ...] = (),
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
@@ -130,6 +131,8 @@ def networks(
         Number of first steps that are not timed.
     limit
         Seconds after which a row is stopped.
+    device
+        cuda: on a GPU, in PyTorch and JAX only.
     python
         Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal).
     output
@@ -143,7 +146,9 @@ def networks(
 
     given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
     pythons = dict(pair.partition("=")[::2] for pair in python)
-    options = NetworksOptions(given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons)
+    options = NetworksOptions(
+        given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons, device
+    )
     return command(options, output, listing=listing)
 
 

@@ -33,6 +33,9 @@ class Network(Part):
             _put(self, layer.path, _make(layer))
             self._order.append(layer.path)
             self._note_stds(layer, self.get_submodule(layer.path), layer.path)
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        for module in (module for module in self.modules() if isinstance(module, _Unembedding)):
+            module.embeddings = embeddings  # a list, so that the module is not registered twice
         for norm in self._norms().values():
             norm.synchronised = synchronised
 
@@ -130,8 +133,20 @@ def _make(layer: Layer) -> nn.Module:
             return nn.ReLU()
         case "sigmoid":
             return nn.Sigmoid()
+        case "gelu":
+            return nn.GELU(approximate="tanh")
+        case "layer_norm":
+            return nn.LayerNorm(layer.before[-1], s["eps"])
         case "embedding":
-            return nn.Embedding(s["ids"], s["out"])
+            return (
+                _Embedding(layer.before[0], s["ids"], s["out"])
+                if s["positions"]
+                else nn.Embedding(s["ids"], s["out"])
+            )
+        case "unembedding":
+            return _Unembedding()
+        case "attention":
+            return _Attention(layer.before[-1], s["heads"])
         case "lstm":
             return _Lstm(layer.before[-1], s["out"], s["layers"], batch_first=True)
         case "subsample":
@@ -195,6 +210,46 @@ class _Gathered(torch.autograd.Function):
         whole = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole)
         return whole[dist.get_rank()]
+
+
+class _Embedding(nn.Embedding):
+    """An embedding plus a learned vector for each position."""
+
+    def __init__(self, steps: int, ids: int, features: int) -> None:
+        super().__init__(ids, features)
+        self.positions = nn.Parameter(torch.zeros(steps, features))
+
+    def forward(self, ids_nt: Tensor) -> Tensor:
+        return super().forward(ids_nt) + self.positions[: ids_nt.shape[1]]
+
+
+class _Unembedding(nn.Module):
+    """Logits by the weights of the embedding."""
+
+    embeddings: Sequence[nn.Embedding] = ()
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        return functional.linear(x_ntd, self.embeddings[0].weight)
+
+
+class _Attention(nn.Module):
+    """Causal self-attention; rows of `in_weight` are queries, keys, values, as in nn.MultiheadAttention."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.in_weight, self.in_bias = nn.Parameter(torch.zeros(3 * features, features)), _bias(3 * features)
+        self.out_weight, self.out_bias = nn.Parameter(torch.zeros(features, features)), _bias(features)
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        qkv = functional.linear(x_ntd, self.in_weight, self.in_bias).unflatten(-1, (3, self._heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [samples, heads, steps, features of a head]
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return functional.linear(y.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
+
+
+def _bias(features: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(features))
 
 
 class _Residual(nn.Module):
