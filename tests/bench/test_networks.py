@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import resources
 from types import SimpleNamespace
 
 import numpy as np
@@ -162,6 +163,28 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     assert [(found.cell.batch, found.status, found.reason) for found in again] == [
         (8, "failed", "no end within 0.2 s")
     ]
+
+
+def test_a_small_gpt_is_the_same_in_the_adapter(tiny, tmp_path):
+    text = resources.files("shoal.networks").joinpath("gpt2-s.toml").read_text()
+    for given, small in (("768", "16"), ("3072", "64"), ("= 12", "= 2"), ("1024", "6"), ("50257", "50")):
+        text = text.replace(given, small)
+    (tmp_path / "gpt.toml").write_text(text)
+    rows = []
+    measure(replace(tiny, networks=(str(tmp_path / "gpt.toml"),)), [], rows.append)
+    resolved = read(str(tmp_path / "gpt.toml")).resolve()
+    weights, data = (dict(np.load(file)) for file in networks.write_inputs(resolved, 4, tmp_path).values())
+    network = Network(resolved)
+    network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    inputs, targets = (torch.from_numpy(data[name][:4]) for name in ("inputs", "targets"))
+    loss = torch.nn.functional.cross_entropy(network(inputs.long()).flatten(0, 1), targets.flatten())
+    assert rows[0].status == "done", rows[0].reason
+    assert rows[0].loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_layer_that_an_adapter_lacks_is_the_reason_of_its_row():
+    with pytest.raises(NotImplementedError, match="this adapter has no layer of kind swish"):
+        with_pytorch.build({"kind": "swish", "settings": {}, "before": [1]})
 
 
 def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):

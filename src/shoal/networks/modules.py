@@ -200,13 +200,13 @@ class _Gathered(torch.autograd.Function):
     """Stacks a tensor of all replicas. All compute with it: its gradient is summed over them."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, own: Tensor) -> Tensor:
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own.contiguous())
         return torch.stack(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         whole = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole)
         return whole[dist.get_rank()]
