@@ -3,7 +3,8 @@
 #   TORCH_SOURCE=...       where torch comes from: an index URL, a folder of wheels, or one .whl file
 #   ARGS="-k resume -x"    passed on to pytest, or to the benchmark; ARGS="-n 4 --dist loadfile" tests four
 #                          files at a time, where there are eight cores or more: most start several processes
-#   PART=train             what gpu-check does: train-tests, train, layouts-tests, layouts, bench-tests, bench or plan;
+#   PART=train             what gpu-check does: train-tests, train, layouts-tests, layouts, bench-tests, bench, plan or
+#                          networks;
 #                          PART="hook layouts": which records bench renews
 #   WHEELS=wheels          where gpu-check finds the packages that its Python lacks
 #   TORCH=2.11.0           the torch of gpu-rehearse and test-torch, in .venv-torch-2.11.0 (6 GB with CUDA)

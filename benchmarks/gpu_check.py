@@ -169,6 +169,14 @@ def time_plan(wish: argparse.Namespace, folder: Path) -> list[str]:
     return ["shoal", "advise", *planned, *words]
 
 
+def time_networks(wish: argparse.Namespace, folder: Path) -> list[str]:
+    """The classic networks at the article's batch sizes, in PyTorch and, where it is installed, JAX."""
+    words = ["benchmarks.networks", "gpu", "--device", wish.device, "--output", str(wish.output)]
+    if wish.tiny:
+        return [*words, "--networks", "alexnet-r", "--batch", "2", "--steps", "2", "--warmup", "1"]
+    return [*words, "--steps", "50", "--warmup", "10", "--limit-s", f"{BUDGET_S - GRACE_S:.0f}"]
+
+
 # The GPU tests of a part, and the words after `python -m` that time one: of wishes and a free folder.
 TESTS = {
     "train-tests": ("train", "step", "documents"),
@@ -180,8 +188,9 @@ TIMINGS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
     "layouts": time_layouts,
     "bench": time_exchanges,
     "plan": time_plan,
+    "networks": time_networks,
 }
-PARTS = ("train-tests", "train", "layouts-tests", "layouts", "bench-tests", "bench", "plan")
+PARTS = ("train-tests", "train", "layouts-tests", "layouts", "bench-tests", "bench", "plan", "networks")
 
 
 def check(wish: argparse.Namespace, environment: dict[str, str], folder: Path) -> int:

@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 from benchmarks.bare_gpt import Gpt
 from benchmarks.c_library import SET, SETTINGS, WAITING
 from shoal.config.load import validate
+from shoal.config.sections import Config
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Loader, Windows
 from shoal.runtime.allocator import keep_memory
@@ -189,7 +190,6 @@ class PacedProfiler(StepProfiler):
 
 def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
     """Run the training loop of `shoal train` itself, all that belongs to a step included."""
-    keep_memory()  # as `shoal train` does
     work = cell.workload
     sections = {
         "model": {
@@ -214,7 +214,12 @@ def run_shoal(cell: Cell, data: Path, folder: Path, make_pace: Callable[[Device]
         "checkpoint": {"every": 0},
         "runtime": {"device": work.device, "threads": work.threads},
     }
-    config = validate(sections, cell.name)
+    train_paced(validate(sections, cell.name), folder, make_pace)
+
+
+def train_paced(config: Config, folder: Path, make_pace: Callable[[Device], Pace]) -> None:
+    """Train a configuration as `shoal train` does, at the pace of the parent's orders."""
+    keep_memory()  # as `shoal train` does
     process: Process = join(config.runtime)
     job = build_job(Request(config, folder), process, Stop(process, folder, config.runtime, launched=False))
     profiler = PacedProfiler((), folder, process.rank, job.clock)

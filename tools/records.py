@@ -43,6 +43,7 @@ STRATEGIES = (
 )
 GRID = ("shoal", "bench", "gradsync", "--strategies", *STRATEGIES.split(" "), "--output")
 ONE_GBIT = ("--workers", "2", "--link", "1gbit")
+NETWORKS = ("src/shoal/networks", "src/shoal/bench/networks.py", "src/shoal/bench/frameworks")
 PROOF = "make proof"
 MUTATED = (
     "tests",
@@ -95,6 +96,7 @@ ENTRIES = {
     "generate": _module("generate", 5, *WRITING),
     "gpu_bench": _gpu("bench", *GRADSYNC),
     "gpu_layouts": _gpu("layouts", "benchmarks/layouts.py", *STEP, *ALL_REDUCE),
+    "gpu_networks": _gpu("networks", "benchmarks/networks.py", *NETWORKS),
     "gpu_plan": _gpu("plan", "src/shoal/plan/advise.py", "src/shoal/plan/measure.py"),
     "gpu_train": _gpu("train", "benchmarks/train_step.py", "benchmarks/systems.py", *STEP),
     "gradsync_convergence": _module("gradsync", 600, *GRADSYNC, words=["convergence"], needs="hours"),
@@ -114,6 +116,7 @@ ENTRIES = {
     "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *ALL_REDUCE),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
+    "networks_trainer": _module("networks", 20, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import resources
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from shoal.bench import environments, networks
-from shoal.bench.frameworks import harness
+from shoal.bench.frameworks import harness, with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
 from shoal.errors import InputError, ShoalError
 from shoal.networks.description import names, read
@@ -164,6 +165,28 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     ]
 
 
+def test_a_small_gpt_is_the_same_in_the_adapter(tiny, tmp_path):
+    text = resources.files("shoal.networks").joinpath("gpt2-s.toml").read_text()
+    for given, small in (("768", "16"), ("3072", "64"), ("= 12", "= 2"), ("1024", "6"), ("50257", "50")):
+        text = text.replace(given, small)
+    (tmp_path / "gpt.toml").write_text(text)
+    rows = []
+    measure(replace(tiny, networks=(str(tmp_path / "gpt.toml"),)), [], rows.append)
+    resolved = read(str(tmp_path / "gpt.toml")).resolve()
+    weights, data = (dict(np.load(file)) for file in networks.write_inputs(resolved, 4, tmp_path).values())
+    network = Network(resolved)
+    network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    inputs, targets = (torch.from_numpy(data[name][:4]) for name in ("inputs", "targets"))
+    loss = torch.nn.functional.cross_entropy(network(inputs.long()).flatten(0, 1), targets.flatten())
+    assert rows[0].status == "done", rows[0].reason
+    assert rows[0].loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_layer_that_an_adapter_lacks_is_the_reason_of_its_row():
+    with pytest.raises(NotImplementedError, match="this adapter has no layer of kind swish"):
+        with_pytorch.build({"kind": "swish", "settings": {}, "before": [1]})
+
+
 def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
     script = tmp_path / "script"
     told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'
@@ -172,6 +195,35 @@ def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
     rows = []
     measure(replace(tiny, pythons={"pytorch": str(script)}), [], rows.append)
     assert rows[0].reason == "GPUs: ."
+
+
+def test_on_a_gpu_an_adapter_sees_it_computes_there_and_waits(tiny, tmp_path, monkeypatch):
+    script = tmp_path / "script"
+    told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'
+    script.write_text(f'#!/bin/sh\necho "{told}"\n')
+    script.chmod(0o755)
+    rows = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    on_gpu = replace(tiny, device="cuda")
+    measure(replace(on_gpu, pythons={"pytorch": str(script)}), [], rows.append)
+    assert rows[0].reason == "GPUs: all."
+    if not torch.cuda.is_available():
+        measure(on_gpu, [], rows.append)
+        assert rows[1].status == "failed"
+        assert "CUDA" in rows[1].reason
+    adapter = with_pytorch.Adapter.__new__(with_pytorch.Adapter)
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    for device in ("cpu", "cuda"):
+        adapter.device = torch.device(device)
+        adapter.wait()
+    assert waited == [True]
+
+
+def test_a_framework_that_was_not_tried_on_a_gpu_is_refused_there(tiny, monkeypatch):
+    monkeypatch.setattr(networks, "ON_GPU", ("pytorch",))
+    with pytest.raises(InputError, match="jax was not tried on a GPU"):
+        command(replace(tiny, frameworks=("pytorch", "jax"), device="cuda"), None, listing=False)
 
 
 def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkeypatch, capsys):
@@ -187,7 +239,9 @@ def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkey
     assert (held["name"], [one["cell"]["batch"] for one in held["rows"]]) == ("networks", [4, 8])
     with pytest.raises(InputError, match="is the record of other measurements"):
         command(replace(tiny, steps=4), output, listing=False)
-    output.write_text('{"name": "networks", "options": {"steps": 3, "warmup": 1}, "rows": [1]}')
+    output.write_text(
+        '{"name": "networks", "options": {"steps": 3, "warmup": 1, "device": "cpu"}, "rows": [1]}'
+    )
     with pytest.raises(InputError, match="is not a record of shoal bench networks"):
         command(tiny, output, listing=False)
 
@@ -228,6 +282,7 @@ def test_the_list_names_each_network_with_its_size(capsys):
     for name in names():
         assert f"{read(name).resolve().num_parameters:,}" in shown
         assert name in shown
+        assert read(name).source[:20] in shown
 
 
 @pytest.mark.parametrize(

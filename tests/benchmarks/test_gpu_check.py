@@ -14,6 +14,7 @@ import torch
 from benchmarks import gpu_check, train_step
 from benchmarks.systems import Cell
 from benchmarks.train_step import TINY, WORKLOADS, arguments
+from shoal.bench.environments import FRAMEWORKS
 
 
 def check(*arguments):
@@ -88,6 +89,14 @@ def test_the_part_of_the_plan_runs_on_a_cpu_with_a_tiny_model(tmp_path):
     assert record["machine"]["physical_cores"] > 0
     assert set(record["versions"]) == {"python", "torch", "shoal"}
     assert record["pace"]["step_s"] > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.proof
+def test_the_part_of_the_networks_runs_on_a_cpu_with_a_tiny_batch(tmp_path):
+    record = tiny_record("networks", tmp_path / "record.json")
+    assert [(row["cell"]["mode"], row["status"]) for row in record["rows"][:1]] == [("default", "done")]
+    assert set(record["left_out"]) | {row["cell"]["framework"] for row in record["rows"]} == set(FRAMEWORKS)
 
 
 def test_each_file_of_gpu_tests_belongs_to_one_part():

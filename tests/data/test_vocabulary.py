@@ -152,6 +152,21 @@ def test_the_penn_treebank_is_its_words_with_an_end_after_each_line(prepare, sha
     assert all(tokenizer.decode(line) in {" ".join(text.split()) for text in lines} for line in known[:50])
 
 
+def test_a_folder_of_the_penn_treebank_has_its_splits(prepare, tmp_path):
+    folder = tmp_path / "ptb"
+    folder.mkdir()
+    for name, words in (("train", "the cat <unk>"), ("valid", "the dog"), ("test", "a cat")):
+        (folder / f"ptb.{name}.txt").write_text(f" {words} \n" * 3)
+    (folder / "ptb.char.train.txt").write_text("t h e")
+    dataset, _ = prepare(folder, tokenizer="word", separator="\\n")
+    found = [dataset.split(name).num_documents for name in ("train", "validation", "test")]
+    assert found == [3, 3, 3]
+    assert dataset.vocab_size == 4  # the words of the training text, <unk> and the end
+    (folder / "ptb.test.txt").unlink()
+    dataset, _ = prepare(folder, tokenizer="word", separator="\\n", split="1", output=tmp_path / "two")
+    assert dataset.split("test") is None
+
+
 # --- the size of a BPE ---
 
 

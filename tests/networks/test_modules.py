@@ -1,11 +1,15 @@
 """Described networks as PyTorch modules: their exact size, what goes in and comes out, initial weights."""
 
+from importlib import resources
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.config.sections import Model
 from shoal.errors import ConfigError
-from shoal.models.init import initialise
+from shoal.models.init import build_decoder, initialise
+from shoal.models.shape import resolve_shape
 from shoal.networks.description import names, parse, read
 from shoal.networks.modules import Network
 
@@ -40,7 +44,7 @@ def test_a_module_has_the_parameters_and_operations_of_its_description(name):
     inputs = torch.empty(2, *resolved.input, device="meta")
     with products:
         logits = network(inputs.long() if resolved.is_tokens else inputs)
-    assert logits.shape == ((2, 32, 10_000) if resolved.is_tokens else (2, resolved.classes))
+    assert logits.shape == (2, *resolved.input * resolved.is_tokens, resolved.classes)
     if name != "lstm":  # torch counts nothing inside an LSTM
         assert products.get_total_flops() == 2 * 2 * resolved.multiply_adds
     assert network.flops_per_target == 6 * resolved.multiply_adds // resolved.targets
@@ -85,6 +89,43 @@ def test_initial_weights_are_a_function_of_seed_and_name():
     first = network.get_submodule("hidden.0")
     assert first.weight.std().item() == pytest.approx(4 * (2 / 2348) ** 0.5, rel=0.01)
     assert network.head.weight.std().item() == pytest.approx((2 / 1034) ** 0.5, rel=0.05)
+
+
+def test_described_gpt2_is_the_decoder_with_the_same_weights():
+    text = resources.files("shoal.networks").joinpath("gpt2-s.toml").read_text()
+    for given, small in (
+        ("768", "32"),
+        ("3072", "128"),
+        ("heads = 12", "heads = 4"),
+        ("times = 12", "times = 2"),
+    ):
+        text = text.replace(given, small)
+    network = Network(parse(text, "test").resolve((16,), 100)).double()
+    model = Model(n_layers=2, d_model=32, n_heads=4, max_seq_len=16)
+    decoder = build_decoder(resolve_shape(model, 100), 1, "cpu").double()
+    torch.manual_seed(0)
+    for weight in decoder.parameters():
+        weight.data.add_(torch.randn_like(weight), alpha=0.1)  # biases and norms, too
+    theirs = {name: weight.detach() for name, weight in decoder.named_parameters()}
+    mine = {"embed.weight": theirs["embed.weight"][:100], "embed.positions": theirs["positions.weight"]}
+    mine |= {"norm.weight": theirs["norm.weight"], "norm.bias": theirs["norm.bias"]}
+    inside = {
+        "0.body.0": "attention_norm",
+        "1.body.0": "mlp_norm",
+        "1.body.1": "mlp.up",
+        "1.body.3": "mlp.down",
+    }
+    for block in range(2):
+        for kind in ("weight", "bias"):
+            of, to = f"blocks.{block}", f"blocks_{block}_"
+            for ours, other in inside.items():
+                mine[f"{to}{ours}.{kind}"] = theirs[f"{of}.{other}.{kind}"]
+            qkv = [theirs[f"{of}.attention.{part}.{kind}"] for part in "qkv"]
+            mine[f"{to}0.body.1.in_{kind}"] = torch.cat(qkv)
+            mine[f"{to}0.body.1.out_{kind}"] = theirs[f"{of}.attention.o.{kind}"]
+    network.load_state_dict(mine)
+    ids = torch.randint(0, 100, (3, 16))
+    torch.testing.assert_close(network(ids), decoder(ids)[..., :100], rtol=1e-5, atol=1e-5)
 
 
 def test_convolutions_begin_as_he_and_others_have_it_and_statistics_as_before_training():

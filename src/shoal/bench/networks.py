@@ -36,6 +36,7 @@ from shoal.runtime.files import read_json, write_json
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
+ON_GPU = ("pytorch", "jax")  # whose adapters compute on a GPU; others were not tried
 # In place of the current folder, whose files might have the names of modules.
 _RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.main(*sys.argv[2:]))"
 _REFERENCE = "pytorch"
@@ -59,6 +60,7 @@ class NetworksOptions:
     warmup: int = 5
     limit_s: float = 600.0  # for a row
     pythons: Mapping[str, str] = field(default_factory=dict)
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def check(self) -> None:
         """Raise an InputError for what cannot be measured."""
@@ -68,6 +70,9 @@ class NetworksOptions:
                 raise InputError(f"unknown mode {mode!r}", hint=f"use {' or '.join(MODES)}")
         if min(self.steps, self.warmup, *self.batch_sizes, *self.threads) < 1 or self.limit_s <= 0:
             raise InputError("steps, warm-up, batch sizes, threads and the limit must be above 0")
+        for name in self.frameworks if self.device == "cuda" else ():
+            if name not in ON_GPU:
+                raise InputError(f"{name} was not tried on a GPU", hint=f"use {' or '.join(ON_GPU)}")
         for name in (name for name, path in self.pythons.items() if not path):
             raise InputError(f"--python {name} names no Python", hint=f"use --python {name}=PATH")
 
@@ -151,13 +156,9 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     write_json(folder / "job.json", job)
     command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    # No GPU: a framework that takes one by itself would be compared with others on the CPU.
-    words = [
-        "env",
-        "CUDA_VISIBLE_DEVICES=",
-        *(f"{name}={cell.threads}" for name in names_of_threads),
-        *command,
-    ]
+    # On the CPU no GPU: a framework that takes one by itself would be compared with others that do not.
+    hidden = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
+    words = ["env", *hidden, *(f"{name}={cell.threads}" for name in names_of_threads), *command]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
@@ -257,6 +258,7 @@ def _job(resolved: Resolved, cell: Cell, options: NetworksOptions) -> dict[str, 
         "batch": cell.batch,
         "threads": cell.threads,
         "mode": cell.mode,
+        "device": options.device,
         "warmup": options.warmup,
         "steps": options.steps,
         "lr": 0.01,
@@ -272,7 +274,9 @@ def command(options: NetworksOptions, output: Path | None, *, listing: bool) -> 
         return 0
     options.check()
     record.begin()
-    asked = json.loads(json.dumps({k: v for k, v in asdict(options).items() if k in ("steps", "warmup")}))
+    asked = json.loads(
+        json.dumps({k: v for k, v in asdict(options).items() if k in ("steps", "warmup", "device")})
+    )
     rows = _held(output, asked)
     if rows:
         console.print(f"{counted(len(rows), 'row')} from {output}")
@@ -300,7 +304,7 @@ def _held(output: Path | None, asked: dict[str, Any]) -> list[Row]:
         if held["name"] != "networks" or held["options"] != asked or held["machine"] != machine:
             raise InputError(
                 f"{output} is the record of other measurements",
-                hint="choose another --output, or the same --steps, --warmup and machine",
+                hint="choose another --output, or the same --steps, --warmup, --device and machine",
             )
         return [Row(**{**row, "cell": Cell(**row["cell"])}) for row in held["rows"]]
     except (KeyError, TypeError, AttributeError) as error:
@@ -309,14 +313,15 @@ def _held(output: Path | None, asked: dict[str, Any]) -> list[Row]:
 
 def _list() -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("network", "parameters", "multiply-adds", "input", "classes", ""):
-        table.add_column(heading, justify="left" if heading in ("network", "") else "right")
+    for heading in ("network", "parameters", "multiply-adds", "input", "classes", "network and source"):
+        table.add_column(heading, justify="left" if "network" in heading else "right")
     for name in names():
-        one = read(name).resolve()
+        described = read(name)
+        one = described.resolve()
         shape = "x".join(map(str, one.input)) + (" tokens" if one.is_tokens else "")
-        table.add_row(
-            name, f"{one.num_parameters:,}", f"{one.multiply_adds:,}", shape, f"{one.classes:,}", one.title
-        )
+        told = f"{escape(one.title)}\n[dim]{escape(described.source)}[/dim]".rstrip()
+        sizes = (f"{number:,}" for number in (one.num_parameters, one.multiply_adds))
+        table.add_row(name, *sizes, shape, f"{one.classes:,}", told)
     return table
 
 

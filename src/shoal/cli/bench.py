@@ -96,6 +96,7 @@ def networks(
     steps: int = 20,
     warmup: int = 5,
     limit: float = 600.0,
+    device: Literal["cpu", "cuda"] = "cpu",
     python: tuple[str, ...] = (),
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
@@ -130,6 +131,8 @@ def networks(
         Number of first steps that are not timed.
     limit
         Seconds after which a row is stopped.
+    device
+        cuda: on a GPU, in PyTorch and JAX only.
     python
         Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal).
     output
@@ -143,7 +146,9 @@ def networks(
 
     given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
     pythons = dict(pair.partition("=")[::2] for pair in python)
-    options = NetworksOptions(given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons)
+    options = NetworksOptions(
+        given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons, device
+    )
     return command(options, output, listing=listing)
 
 
@@ -182,14 +187,15 @@ def gradsync(
     workers
         Numbers of processes. One process trains without a strategy, for comparison.
     networks
-        fcn-r (14M parameters), lstm (2M), gpt (1M; the preset tiny).
+        fcn-r (14M parameters), alexnet-r (0.1M), resnet-56 (0.9M), lstm (2M), gpt (1M; the preset tiny).
     link
         Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
         bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
     steps
         Optimiser steps per run.
     global_batch_size
-        Sequences per step over all workers (default: 128, 64 and 16 for the three networks).
+        Sequences or images per step over all workers (default: fcn-r and alexnet-r 128, lstm 64, resnet-56
+        32, gpt 16).
     data
         One dataset for all networks, or one per network in their order (default: small generated ones).
     runs
@@ -197,7 +203,8 @@ def gradsync(
     output
         JSON file for the results with machine, versions and all samples, updated after each run.
     plot
-        PNG file for a plot of loss over step time, in which areas show the bytes sent.
+        PNG file for a plot of loss over step time, in which areas show the bytes sent, and of loss over
+        epochs and seconds.
     """
     with loading():
         from shoal.bench.gradsync import GridOptions, command

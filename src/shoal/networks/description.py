@@ -60,7 +60,11 @@ KINDS: dict[str, dict[str, _Field]] = {
     "flatten": {},
     "relu": {},
     "sigmoid": {},
-    "embedding": {"out": _OUT},
+    "embedding": {"out": _OUT, "positions": _Field(False)},
+    "unembedding": {},
+    "attention": {"heads": _OUT},
+    "layer_norm": {"eps": _Field(1e-5, 0)},
+    "gelu": {},
     "lstm": {"out": _OUT, "layers": _Field(1)},
     "subsample": {"out": _OUT, "stride": _Field(1)},
     "residual": {},
@@ -98,8 +102,12 @@ class Layer:
                 return (self.before[0] * s["kernel"] ** 2 + s["bias"]) * self.after[0]
             case "batch_norm":
                 return 2 * self.before[0]
+            case "layer_norm":
+                return 2 * self.before[-1]
             case "embedding":
-                return s["ids"] * self.after[-1]
+                return (s["ids"] + s["positions"] * self.before[0]) * self.after[-1]
+            case "attention":  # of queries, keys and values, and of the output
+                return 4 * self.before[-1] * (self.before[-1] + 1)
             case "lstm":
                 return sum(4 * s["out"] * (inner + s["out"] + 2) for inner in self.lstm_inputs)
         return own
@@ -110,8 +118,10 @@ class Layer:
         s: Mapping[str, int] = self.settings
         own = sum(layer.multiply_adds for layer in (*self.body, *self.shortcut))
         match self.kind:
-            case "linear":
+            case "linear" | "unembedding":
                 return math.prod(self.before) * self.after[-1]
+            case "attention":  # of all pairs of steps, as torch counts them
+                return self.before[0] * self.before[1] * (4 * self.before[1] + 2 * self.before[0])
             case "conv":
                 return math.prod(self.after) * self.before[0] * int(s["kernel"]) ** 2
             case "lstm":
@@ -170,10 +180,15 @@ class Description:
         settings = dict(layer.settings)
         if settings.get("out") == CLASSES:
             settings["out"] = classes
-        if layer.kind == "embedding":
+        if layer.kind in ("embedding", "unembedding"):
             if not self.tokens:
                 raise self._error(layer, "it takes token ids, and the input of this network is not tokens")
             settings["ids"] = classes
+            sizes = [one.settings["out"] for one in self.layers if one.kind == "embedding"]
+            if layer.kind == "unembedding" and sizes != [*shape[1:]]:
+                raise self._error(
+                    layer, f"it needs an embedding of {shape[-1]} features, whose weights it takes"
+                )
         if layer.kind == "residual" and after != added:
             raise self._error(layer, f"its body gives {_words(after)}, its shortcut {_words(added)}")
         if not layer.body:
@@ -375,9 +390,14 @@ def _after(kind: str, settings: Mapping[str, Any], shape: Shape) -> Shape:
         case "embedding":
             _need(shape, 1, 1, "token ids")
             return (*shape, settings["out"])
+        case "attention" | "unembedding":
+            _need(shape, 2, 2, "steps and features")
+            if shape[1] % settings.get("heads", 1):
+                raise ValueError(f"its {settings['heads']} heads do not divide {shape[1]} features")
+            return (shape[0], settings.get("ids", shape[1]))
         case "flatten":
             return (math.prod(shape),)
-        case "relu" | "sigmoid":
+        case "relu" | "sigmoid" | "gelu" | "layer_norm":
             return shape
     _need(shape, 3, 3, "channels, height and width")
     channels, *sides = shape

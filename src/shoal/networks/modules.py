@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,9 +22,9 @@ _EMBEDDING_STD = 0.02  # GPT-2's
 
 
 class Network(Part):
-    """A described network, replicated whole."""
+    """A described network, replicated whole; `synchronised` are the statistics of batch normalisation."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, *, synchronised: bool = False) -> None:
         super().__init__()
         self.resolved = resolved
         self._order: list[str] = []
@@ -31,6 +33,11 @@ class Network(Part):
             _put(self, layer.path, _make(layer))
             self._order.append(layer.path)
             self._note_stds(layer, self.get_submodule(layer.path), layer.path)
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        for module in (module for module in self.modules() if isinstance(module, _Unembedding)):
+            module.embeddings = embeddings  # a list, so that the module is not registered twice
+        for norm in self._norms().values():
+            norm.synchronised = synchronised
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits [samples, classes], or [samples, steps, classes] of token ids [samples, steps]."""
@@ -48,7 +55,7 @@ class Network(Part):
 
     def running_statistics(self) -> dict[str, Tensor]:
         """Return the running means and variances of batch normalisation."""
-        norms = {name: module for name, module in self.named_modules() if isinstance(module, _BatchNorm)}
+        norms = self._norms()
         means = {f"{name}.running_mean": norm.running_mean for name, norm in norms.items()}
         return means | {f"{name}.running_var": norm.running_var for name, norm in norms.items()}
 
@@ -61,15 +68,17 @@ class Network(Part):
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Network:
         """Move to a device with weights that are not set yet, and running statistics as before training."""
         super().to_empty(device=device, recurse=recurse)
-        for module in self.modules():
-            if isinstance(module, _BatchNorm):
-                module.begin(device)
+        for norm in self._norms().values():
+            norm.begin(device)
         return self
 
     @property
     def flops_per_target(self) -> int:
         """Operations for a target, forward and backward: 6 for each multiply-add of the forward pass."""
         return 6 * self.resolved.multiply_adds // self.resolved.targets
+
+    def _norms(self) -> dict[str, _BatchNorm]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, _BatchNorm)}
 
     def _note_stds(self, layer: Layer, module: nn.Module, path: str) -> None:
         for parts, inner in ((layer.body, "body"), (layer.shortcut, "shortcut")):
@@ -124,8 +133,20 @@ def _make(layer: Layer) -> nn.Module:
             return nn.ReLU()
         case "sigmoid":
             return nn.Sigmoid()
+        case "gelu":
+            return nn.GELU(approximate="tanh")
+        case "layer_norm":
+            return nn.LayerNorm(layer.before[-1], s["eps"])
         case "embedding":
-            return nn.Embedding(s["ids"], s["out"])
+            return (
+                _Embedding(layer.before[0], s["ids"], s["out"])
+                if s["positions"]
+                else nn.Embedding(s["ids"], s["out"])
+            )
+        case "unembedding":
+            return _Unembedding()
+        case "attention":
+            return _Attention(layer.before[-1], s["heads"])
         case "lstm":
             return _Lstm(layer.before[-1], s["out"], s["layers"], batch_first=True)
         case "subsample":
@@ -137,8 +158,12 @@ def _make(layer: Layer) -> nn.Module:
 class _BatchNorm(nn.Module):
     """Normalises each channel by the samples at hand, and in evaluation by running statistics.
 
-    These are no buffers, which data parallelism would copy from the first replica to all in each step.
+    These are no buffers, which data parallelism would copy from the first replica to all in each step. With
+    `synchronised`, the samples are those of all replicas, which must have equally many: a collective over the
+    world in each forward and backward pass.
     """
+
+    synchronised = False
 
     def __init__(self, channels: int, eps: float, momentum: float) -> None:
         super().__init__()
@@ -152,8 +177,79 @@ class _BatchNorm(nn.Module):
         self.running_var = torch.ones(len(self.weight), device=device)
 
     def forward(self, x_nchw: Tensor) -> Tensor:
+        if self.synchronised and self.training and dist.is_initialized() and dist.get_world_size() > 1:
+            return self._over_replicas(x_nchw.to(self.weight.dtype)).to(x_nchw.dtype)
         own = (self.running_mean, self.running_var, self.weight, self.bias)
         return functional.batch_norm(x_nchw, *own, self.training, self._momentum, self._eps)
+
+    def _over_replicas(self, x_nchw: Tensor) -> Tensor:
+        """Normalise by the mean and variance over the samples of all replicas."""
+        moments = torch.stack(torch.var_mean(x_nchw, (0, 2, 3), correction=0))
+        vars_rc, means_rc = _Gathered.apply(moments).unbind(1)  # r replicas
+        mean = means_rc.mean(0)
+        var = (vars_rc + (means_rc - mean) ** 2).mean(0)
+        with torch.no_grad():
+            count = len(means_rc) * x_nchw[:, 0].numel()
+            self.running_mean.lerp_(mean, self._momentum)
+            self.running_var.lerp_(var * (count / (count - 1)), self._momentum)
+        scale = self.weight * (var + self._eps).rsqrt()
+        return torch.addcmul(self.bias[:, None, None], x_nchw - mean[:, None, None], scale[:, None, None])
+
+
+class _Gathered(torch.autograd.Function):
+    """Stacks a tensor of all replicas. All compute with it: its gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, own.contiguous())
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole)
+        return whole[dist.get_rank()]
+
+
+class _Embedding(nn.Embedding):
+    """An embedding plus a learned vector for each position."""
+
+    def __init__(self, steps: int, ids: int, features: int) -> None:
+        super().__init__(ids, features)
+        self.positions = nn.Parameter(torch.zeros(steps, features))
+
+    def forward(self, ids_nt: Tensor) -> Tensor:
+        return super().forward(ids_nt) + self.positions[: ids_nt.shape[1]]
+
+
+class _Unembedding(nn.Module):
+    """Logits by the weights of the embedding."""
+
+    embeddings: Sequence[nn.Embedding] = ()
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        return functional.linear(x_ntd, self.embeddings[0].weight)
+
+
+class _Attention(nn.Module):
+    """Causal self-attention; rows of `in_weight` are queries, keys, values, as in nn.MultiheadAttention."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.in_weight, self.in_bias = nn.Parameter(torch.zeros(3 * features, features)), _bias(3 * features)
+        self.out_weight, self.out_bias = nn.Parameter(torch.zeros(features, features)), _bias(features)
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        qkv = functional.linear(x_ntd, self.in_weight, self.in_bias).unflatten(-1, (3, self._heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [samples, heads, steps, features of a head]
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return functional.linear(y.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
+
+
+def _bias(features: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(features))
 
 
 class _Residual(nn.Module):

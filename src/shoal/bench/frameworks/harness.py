@@ -6,7 +6,7 @@ framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
-or tuned), `warmup`, `steps`, `lr`, `momentum`.
+or tuned), `device` (cpu or cuda), `warmup`, `steps`, `lr`, `momentum`.
 
 An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean
 cross-entropy, and SGD with momentum. Its methods:

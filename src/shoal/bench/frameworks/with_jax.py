@@ -19,13 +19,17 @@ class Adapter:
     """Pure functions of a list of weights."""
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
+        if job["device"] == "cuda":
+            if jax.default_backend() != "gpu":
+                raise RuntimeError(f"this JAX computes on {jax.default_backend()}: install jax[cuda]")
+            jax.config.update("jax_default_matmul_precision", "highest")  # fp32, without TF32
         self.tuned = job["mode"] == "tuned"
         layers, lr, momentum = job["network"]["layers"], job["lr"], job["momentum"]
         self.weights = [jnp.asarray(array) for array in weights.values()]
         self.velocity = [jnp.zeros_like(weight) for weight in self.weights]
 
         def loss(weights: list[Array], inputs: Array, targets: Array) -> Array:
-            logits = forward(layers, iter(weights), inputs, unroll=self.tuned)
+            logits = forward(layers, iter(weights), inputs, unroll=self.tuned, embedding=weights[0])
             scores = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
             return -jnp.take_along_axis(scores, targets.reshape(-1, 1), axis=1).mean()
 
@@ -61,14 +65,16 @@ class Adapter:
         return float(loss)
 
 
-def forward(layers: list[Layer], weights: Iterator[Array], x: Array, *, unroll: bool) -> Array:
-    """Apply layers to a batch, taking their weights in turn."""
+def forward(layers: list[Layer], weights: Iterator[Array], x: Array, **options: Any) -> Array:
+    """Apply layers to a batch, taking their weights in turn; an unembedding takes those of the first."""
     for layer in layers:
         if layer["kind"] == "residual":
-            body = forward(layer["body"], weights, x, unroll=unroll)
-            x = body + forward(layer["shortcut"], weights, x, unroll=unroll)
+            body = forward(layer["body"], weights, x, **options)
+            x = body + forward(layer["shortcut"], weights, x, **options)
+        elif layer["kind"] == "unembedding":
+            x = x @ options["embedding"].T
         else:
-            x = apply(layer, weights, x, unroll=unroll)
+            x = apply(layer, weights, x, unroll=options["unroll"])
     return x
 
 
@@ -102,8 +108,16 @@ def apply(layer: Layer, weights: Iterator[Array], x: Array, *, unroll: bool) -> 
             return jax.nn.relu(x)
         case "sigmoid":
             return jax.nn.sigmoid(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=True)
+        case "layer_norm":
+            x = x - x.mean(-1, keepdims=True)
+            return x * lax.rsqrt((x**2).mean(-1, keepdims=True) + s["eps"]) * next(weights) + next(weights)
+        case "attention":
+            return attention([next(weights) for _ in range(4)], x, s["heads"])
         case "embedding":
-            return next(weights)[x]
+            x = next(weights)[x]
+            return x + next(weights) if s["positions"] else x
         case "lstm":
             for _ in range(s["layers"]):
                 x = lstm([next(weights) for _ in range(4)], x, unroll=unroll)
@@ -111,7 +125,7 @@ def apply(layer: Layer, weights: Iterator[Array], x: Array, *, unroll: bool) -> 
         case "subsample":
             x = x[:, :, :: s["stride"], :: s["stride"]]
             return jnp.pad(x, ((0, 0), (0, s["out"] - x.shape[1]), (0, 0), (0, 0)))
-    raise ValueError(layer["kind"])
+    raise NotImplementedError(f"this adapter has no layer of kind {layer['kind']}")
 
 
 def windows(layer: Layer, x: Array, start: float, combine: Any) -> Array:
@@ -124,6 +138,14 @@ def windows(layer: Layer, x: Array, start: float, combine: Any) -> Array:
     ]
     sizes, strides = (1, 1, kernel, kernel), (1, 1, stride, stride)
     return lax.reduce_window(x, start, combine, sizes, strides, [(0, 0), (0, 0), *ends])
+
+
+def attention(weights: list[Array], x: Array, heads: int) -> Array:
+    """Attend to all steps before and to the own one."""
+    w_in, b_in, w_out, b_out = weights
+    qkv = (x @ w_in.T + b_in).reshape(*x.shape[:2], 3, heads, -1)
+    y = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+    return y.reshape(x.shape) @ w_out.T + b_out
 
 
 def lstm(weights: list[Array], x: Array, *, unroll: bool) -> Array:

@@ -13,28 +13,34 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Adapter:
-    """A plain module and torch.optim.SGD on the CPU."""
+    """A plain module and torch.optim.SGD, in fp32: without TF32, which convolutions on GPUs would use."""
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         torch.set_num_threads(job["threads"])
-        tuned = job["mode"] == "tuned"
+        torch.backends.cudnn.allow_tf32 = False
+        self.device, tuned = torch.device(job["device"]), job["mode"] == "tuned"
         self.tokens = job["network"]["is_tokens"]
         self.module = nn.Sequential(*map(build, job["network"]["layers"]))
+        for module in self.module.modules():
+            if isinstance(module, Unembedding):
+                module.embeddings = [one for one in self.module.modules() if isinstance(one, nn.Embedding)]
         for (name, array), parameter in zip(weights.items(), self.module.parameters(), strict=True):
             with torch.no_grad():
                 assert tuple(parameter.shape) == array.shape, (name, parameter.shape, array.shape)
                 parameter.copy_(torch.from_numpy(array))
+        self.module.to(self.device)
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=job["lr"], momentum=job["momentum"])
         self.loss = torch.compile(self._loss) if tuned else self._loss
 
     def versions(self) -> dict[str, str]:
-        return {"torch": torch.__version__, "build": torch.__config__.show()}
+        on = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        return {"torch": torch.__version__, "device": on, "build": torch.__config__.show()}
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def put(self, inputs: Any, targets: Any) -> Batch:
-        x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
+        x, y = (torch.from_numpy(array).to(self.device) for array in (inputs, targets))
         return (x.long() if self.tokens else x), y
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -53,7 +59,8 @@ class Adapter:
         return loss.detach()
 
     def wait(self) -> None:
-        """Return at once: on a CPU, a step returns when it is computed."""
+        if self.device.type == "cuda":  # on a CPU, a step returns when it is computed
+            torch.cuda.synchronize()
 
     def read(self, loss: Tensor) -> float:
         return loss.item()
@@ -83,6 +90,37 @@ class LSTM(nn.LSTM):
         return super().forward(x)[0]
 
 
+class Embedding(nn.Embedding):
+    def __init__(self, steps: int, ids: int, out: int) -> None:
+        super().__init__(ids, out)
+        self.positions = nn.Parameter(torch.zeros(steps, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.positions
+
+
+class Unembedding(nn.Module):
+    embeddings: list[nn.Embedding]  # a list, so that the module is not registered twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.embeddings[0].weight)
+
+
+class Attention(nn.Module):
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = (
+            heads,
+            nn.Linear(features, 3 * features),
+            nn.Linear(features, features),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 def build(layer: Layer) -> nn.Module:
     """Return the module of one layer."""
     kind, s, before = layer["kind"], layer["settings"], layer["before"]
@@ -101,9 +139,17 @@ def build(layer: Layer) -> nn.Module:
         "flatten": nn.Flatten,
         "relu": nn.ReLU,
         "sigmoid": nn.Sigmoid,
-        "embedding": lambda: nn.Embedding(s["ids"], s["out"]),
+        "embedding": lambda: (
+            Embedding(before[0], s["ids"], s["out"]) if s["positions"] else nn.Embedding(s["ids"], s["out"])
+        ),
+        "unembedding": Unembedding,
+        "attention": lambda: Attention(before[-1], s["heads"]),
+        "layer_norm": lambda: nn.LayerNorm(before[-1], s["eps"]),
+        "gelu": lambda: nn.GELU(approximate="tanh"),
         "lstm": lambda: LSTM(before[-1], s["out"], s["layers"], batch_first=True),
         "residual": lambda: Residual(layer["body"], layer["shortcut"]),
         "subsample": lambda: Subsample(s["out"], s["stride"]),
     }
+    if kind not in makers:
+        raise NotImplementedError(f"this adapter has no layer of kind {kind}")
     return makers[kind]()

@@ -25,7 +25,14 @@ from shoal.data.prepare.options import BYTES, CHAR, FROM_TEXT, TRAINED, PrepareO
 from shoal.data.prepare.parse import refuse_wrong_key
 from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
 from shoal.data.prepare.progress import RangeProgress, summary_table
-from shoal.data.prepare.sources import SourceFile, WorkRange, find_sources, in_words, refuse_changed
+from shoal.data.prepare.sources import (
+    SourceFile,
+    WorkRange,
+    find_sources,
+    in_words,
+    penn_treebank,
+    refuse_changed,
+)
 from shoal.data.prepare.splits import SplitPlan, plan_split
 from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, make_vocabulary, sample_text
 from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
@@ -67,7 +74,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     Nothing appears under its final name before all of it is there; the manifest comes last.
     """
     console = console or Console(stderr=True)
-    started = time.monotonic()
+    started, options = time.monotonic(), penn_treebank(options)
     sources, passed_over = find_sources(options)
     if passed_over:
         console.print(f"passed over in folders: {in_words(passed_over)}")

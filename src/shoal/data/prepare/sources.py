@@ -7,7 +7,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,20 @@ class _Search:
                     passed["hidden file" if path.name.startswith(".") else "special file"] += 1
                 else:
                     yield path
+
+
+def penn_treebank(options: PrepareOptions) -> PrepareOptions:
+    """Take the splits of a folder that holds ptb.train.txt from its files, where they are not given."""
+    folder = Path(options.inputs[0])
+    if len(options.inputs) > 1 or not (folder / "ptb.train.txt").is_file():
+        return options
+    train, valid, test = (folder / f"ptb.{name}.txt" for name in ("train", "valid", "test"))
+    return replace(
+        options,
+        inputs=(str(train),),
+        validation=options.validation or (str(valid),) * valid.is_file(),
+        test=options.test or (str(test),) * test.is_file(),
+    )
 
 
 def in_words(counts: Counter[str]) -> str:
