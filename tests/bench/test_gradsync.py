@@ -17,6 +17,8 @@ from shoal.bench.cells import Cell, CellResult, Network, parse_way
 from shoal.bench.gradsync import GridOptions, _hosts, make_data, measure, pareto, plan, report, tables, title
 from shoal.bench.measured import MeasuredRun, Point
 from shoal.bench.sizes import parse_rate
+from shoal.data.dataset import open_dataset
+from shoal.data.loader import Windows
 from shoal.errors import InputError
 from tests.tiny_dataset import random_dataset
 
@@ -34,6 +36,7 @@ def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monke
     done = shoal(*words)
     assert done.returncode == 0, done.stderr
     assert "gpt: 2 workers on one host, 16 samples a mini-batch" in done.stdout
+    assert "gpt: seconds a mini-batch of 16 on one host" not in done.stdout  # of one number of workers
     assert "refused: sync.block = 7 with sync.strategy = tree_update, which does not read it" in " ".join(
         done.stdout.split()
     )
@@ -49,6 +52,9 @@ def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monke
     ends = [cell["curve"][-1]["loss"] for cell in (plain, tree)]
     assert ends[0] == pytest.approx(ends[1], rel=2e-6)
     assert ends[0] < plain["curve"][0]["loss"]
+    samples = Windows([open_dataset(data).split("train")], 64).total
+    assert [point["epoch"] for point in tree["curve"]] == [16 * p["step"] / samples for p in tree["curve"]]
+    assert tree["settings"] == {"eval.sequences": "64"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     def nothing_runs(*_):
@@ -113,17 +119,36 @@ def test_a_table_compares_with_all_reduce_and_at_the_seconds_of_the_fastest(caps
         CellResult(cell("onebit"), "done", found(1.0, 6.0, 4e5)),
         CellResult(cell("topk"), "refused", reason="not in [sync] here"),
         CellResult(cell("allreduce", workers=4, link="100mbit"), "done", found(3.0, 5.0)),
+        CellResult(cell("allreduce", workers=1), "done", found(6.0, 5.0)),
     ]
     text = shown(outcomes, capsys)
     first, second = text.split("gpt: 4 workers on two hosts, 100mbit between them")
     assert "loss, 10 s" in first
     rows = {line.split()[0]: line.split() for line in first.splitlines() if line.strip()}
-    assert rows["allreduce"] == ["allreduce", "2.0000", "1.00x", "~8", "50%", "5.0000", "7.0000"]
-    assert rows["onebit"] == ["onebit", "1.0000", "2.00x", "0.4", "50%", "6.0000", "6.0000"]
+    assert rows["allreduce"] == ["allreduce", "2.0000", "1.00x", "3.00x", "~8", "50%", "5.0000", "7.0000"]
+    assert rows["onebit"] == ["onebit", "1.0000", "2.00x", "6.00x", "0.4", "50%", "6.0000", "6.0000"]
     assert rows["topk"] == ["topk", "refused"]
     assert "topk: refused: not in [sync] here" in first
     assert "~ by the formula" in first
     assert "~" not in second
+
+
+def test_a_table_of_strategies_by_workers_has_the_seconds_of_a_mini_batch(capsys):
+    sizes = ((1, "allreduce", 4.0), (2, "allreduce", 3.0), (2, "onebit", 2.5), (4, "onebit", 1.5))
+    outcomes = [CellResult(cell(word, workers=n), "done", found(s, 5.0)) for n, word, s in sizes]
+    outcomes.append(CellResult(cell("allreduce", workers=4), "failed", reason="it fell over"))
+    *_, last = shown(outcomes, capsys).split("gpt: seconds a mini-batch of 16 on one host")
+    rows = [line.split() for line in last.splitlines() if "." in line]
+    assert "1 worker" in last
+    assert rows == [["allreduce", "4.0000", "3.0000", "failed"], ["onebit", "4.0000", "2.5000", "1.5000"]]
+
+
+def test_a_network_with_batch_normalisation_names_its_rule(capsys):
+    ask = GridOptions((), (2,), ("resnet-56", "alexnet-r"), ("local",), 10, 0, (Path("data"),), None)
+    first, *_, other = plan(ask, Path("folder"))
+    text = shown([CellResult(one, "done", found(2.0, 5.0)) for one in (first, other)], capsys)
+    assert "--model.batch_statistics=replica" in first.words()
+    assert text.count("batch statistics: replica (model.batch_statistics)") == 1
 
 
 def test_nothing_beats_what_the_line_joins():

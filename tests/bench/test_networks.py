@@ -228,6 +228,7 @@ def test_the_list_names_each_network_with_its_size(capsys):
     for name in names():
         assert f"{read(name).resolve().num_parameters:,}" in shown
         assert name in shown
+        assert read(name).source[:20] in shown
 
 
 @pytest.mark.parametrize(

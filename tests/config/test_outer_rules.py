@@ -52,7 +52,7 @@ def config(**sync):
 )
 def test_what_cannot_work_is_refused_with_the_reason(sync, message, hint):
     with pytest.raises(ConfigError) as caught:
-        check_sync(config(**sync), parse_layout("dp4"))
+        check_sync(config(**sync), parse_layout("dp4"), 12)
     assert message in caught.value.message
     assert hint in caught.value.hint
 
@@ -63,7 +63,7 @@ def test_what_cannot_work_is_refused_with_the_reason(sync, message, hint):
 )
 @pytest.mark.parametrize("layout", ["1", "dp4", "dp2*zero2x2", "pp2*dp2*tp2"])
 def test_any_layout_may_lie_inside_a_replica(sync, layout):
-    check_sync(config(**sync), parse_layout(layout))
+    check_sync(config(**sync), parse_layout(layout), 12)
 
 
 def test_a_replica_counts_the_others_as_parts_of_the_batch():

@@ -108,6 +108,19 @@ CASES = [  # rule, layout, settings, message, hint, settings that follow it
         "use fewer steps of warm-up, or sync.strategy = allreduce",
         {"sync": {"warmup_steps": 4}},
     ),
+    *(
+        (
+            "_norm",
+            "dp2",
+            {"model": {"batch_statistics": "synchronised"}, "sync": sync},
+            "model.batch_statistics = synchronised with model.network = decoder and sync.strategy = "
+            f"{strategy}: it is for networks with batch normalisation, whose replicas take each step "
+            "together",
+            "use model.batch_statistics = replica",
+            {"model": {"batch_statistics": "replica"}},
+        )
+        for strategy, sync in (("allreduce", {}), ("diloco", {"strategy": "diloco", "every": 2}))
+    ),
     (
         "_slow_link",
         "dp2",
@@ -140,7 +153,7 @@ def test_a_refusal_gives_its_reason_and_what_to_choose(
 
 
 def test_every_rule_has_a_case():
-    elsewhere = {"_outer", "_fragments"}  # test_outer_rules.py
+    elsewhere = {"_outer"}  # test_outer_rules.py
     assert {rule.__name__ for rule in RULES} == {case[0] for case in CASES} | elsewhere
 
 

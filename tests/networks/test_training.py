@@ -5,8 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from shoal.checkpoint.manifest import step_name
 from shoal.config.load import load_config, validate
@@ -15,12 +17,15 @@ from shoal.data.prepare.images import RANDOM
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.infer.load import load_text_model
-from shoal.networks.description import names, read
+from shoal.models.init import initialise
+from shoal.networks.description import names, parse, read
+from shoal.networks.modules import Network
 from shoal.parity.command import parity
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from shoal.train.saving import resume
+from shoal.train.step import agree, forward_backward, update
 from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
@@ -224,6 +229,21 @@ def test_fcn_r_learns_digits(pool, tmp_path):
             "optimizer.name = muon with model.network = lstm: it updates a decoder's blocks",
             "use optimizer.name = adamw or sgd",
         ),
+        (
+            "lstm",
+            {"model": {"network": "lstm", "batch_statistics": "synchronised"}},
+            "synchronised with model.network = lstm, which has no batch normalisation",
+            "leave model.batch_statistics out",
+        ),
+        *(
+            (
+                "fcn-r",
+                {"model": {"network": "resnet-56", "batch_statistics": "synchronised"}, "sync": sync},
+                f"model.network = resnet-56 and sync.strategy = {sync['strategy']}: it is for networks with",
+                "use model.batch_statistics = replica",
+            )
+            for sync in ({"strategy": "async_sgd"}, {"strategy": "block_momentum", "every": 2})
+        ),
     ],
 )
 def test_what_only_decoders_have_is_refused_by_name(data, tmp_path, network, sections, message, hint):
@@ -241,6 +261,27 @@ def test_any_network_can_be_trained_apart(data, tmp_path):
         request = Request(config, tmp_path)
         request.check(2)  # as the launcher does
         request.on(ReplicaGroupInfo(1, 2, 1, "127.0.0.1", 1, "mark", 1)).check(1)
+
+
+def test_a_network_has_as_many_fragments_as_layers_with_weights(data, tmp_path):
+    for network, layers in (("normed", 3), ("fcn-r", 4)):
+        for fragments in (layers, layers + 1):
+            sync = {"strategy": "streaming_diloco", "every": 5, "overlap": 0, "fragments": fragments}
+            config = validate(values_of(network, data, sync=sync), "test")
+            request = Request(config, tmp_path)
+            if fragments == layers:
+                request.check(2)
+                continue
+            with pytest.raises(ConfigError, match=f"layers with weights of .* = {layers}, sync.every = 5"):
+                request.check(2)
+
+
+def test_layers_with_names_train_apart(apart, data, tmp_path):
+    file = tmp_path / "named.toml"
+    file.write_text(NARROW.replace("gain = 4\n", 'gain = 4\nname = "blocks.first"\n', 1))
+    sync = {"strategy": "streaming_diloco", "every": 4, "overlap": 0, "fragments": 4}
+    first, second = apart(tmp_path / "run", values_of("fcn-r", data | {"narrow fcn-r": file}, sync=sync))
+    assert all(np.array_equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
 
 
 def test_data_of_the_wrong_kind_is_refused(data, tmp_path):
@@ -284,11 +325,13 @@ def test_a_resume_with_another_description_of_the_same_weights_is_rejected(pool,
         pool.run(train_from, 1, tmp_path / "new", values, tmp_path / "run")
     moved = tmp_path / "moved.toml"
     moved.write_text(NARROW)
+    file.unlink()
     same = values | {"model": {"network": str(moved)}}
+    assert pool.run(run_training, 1, tmp_path / "run", same)[0]["steps"] == [1, 2, 3, 4, 5]
     assert pool.run(train_from, 1, tmp_path / "other", same, tmp_path / "run")[0]["done"]
     monkeypatch.chdir(tmp_path)
-    config = validate(values | {"model": {"network": "net.toml"}}, "test")
-    assert open_task(config).config.model.network == str(file)
+    config = validate(values | {"model": {"network": "moved.toml"}}, "test")
+    assert open_task(config).config.model.network == str(moved)
 
 
 def train_from(run_dir, values, init):
@@ -314,6 +357,89 @@ def test_replicas_normalise_by_their_own_batches_and_save_the_mean_of_their_stat
     assert not torch.equal(saved_statistics(tmp_path / "parts", 3)["1.body.0.running_mean"], torch.zeros(4))
     parts = pool.run(run_training, 2, tmp_path / "parts", values)
     assert parts[0]["lines"][-1] == ranks[0]["lines"][-1]  # test loss and accuracy, with the statistics
+
+
+def of_replicas(description, inputs, targets):
+    """Return logits, gradients and statistics of a synchronised network, with a share of the batch a rank."""
+    network = Network(parse(description, "test").resolve(), synchronised=True)
+    initialise(network, 1)
+    network.double().train()
+    for norm in network._norms().values():
+        norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
+    logits = []
+    for step_inputs, step_targets in zip(inputs, targets, strict=True):  # micro-batches of all replicas
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x, y = step_inputs.tensor_split(size)[rank], step_targets.tensor_split(size)[rank]
+        logits.append(network(x))
+        functional.cross_entropy(logits[-1], y, reduction="sum").backward()
+    gradients = {name: weight.grad for name, weight in network.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return torch.cat(logits).detach(), gradients, network.running_statistics()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_synchronised_statistics_are_those_of_one_process_with_the_whole_batch(pool, steps):
+    torch.manual_seed(0)
+    inputs = 3 + torch.randn(steps, 8, 1, 28, 28, dtype=torch.float64)
+    targets = torch.randint(0, 10, (steps, 8))
+    (one,) = pool.run(of_replicas, 1, NORMED, inputs, targets)
+    two = pool.run(of_replicas, 2, NORMED, inputs, targets)
+    logits = torch.cat([part.view(steps, 4, 10) for part, *_ in two], dim=1).view(-1, 10)
+    torch.testing.assert_close(logits, one[0], rtol=1e-12, atol=1e-12)
+    for _, gradients, statistics in two:
+        for ours, theirs in ((gradients, one[1]), (statistics, one[2])):
+            assert ours.keys() == theirs.keys()
+            for name in ours:
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, *SYNCS[1:], {"strategy": "bf16"}], ids=lambda sync: "-".join(sync.values()) or "allreduce"
+)
+def test_synchronised_replicas_train_as_one_process_does(pool, data, tmp_path, sync):
+    def run(size, statistics):
+        values = values_of("normed", data, train={"micro_batch_size": 16 // size}, sync=sync)
+        values["model"] |= {"batch_statistics": statistics}
+        return pool.run(run_training, size, tmp_path / f"{size}-{statistics}", values)[0]
+
+    one, two, apart = run(1, "synchronised"), run(2, "synchronised"), run(2, "replica")
+    tolerance = 1e-2 if sync == {"strategy": "bf16"} else 1e-5
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=tolerance)
+    np.testing.assert_allclose(two["norms"], one["norms"], rtol=tolerance)
+    difference = np.abs(np.subtract(apart["norms"], one["norms"]) / one["norms"]).max()
+    assert difference > 1e-3  # each replica's own statistics give something else
+    found = [saved_statistics(tmp_path / f"{size}-synchronised", 5) for size in (1, 2)]
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=tolerance, atol=1e-5)
+
+
+def overflowing(run_dir, values):
+    """Train with a gradient that is not finite in step 2; return the statistics after each step."""
+    job, seen = make_job(run_dir, values), []
+    for step in (1, 2, 3):
+        batch = job.task.batch(step)
+        loss = forward_backward(job, batch)
+        if step == 2:
+            next(iter(job.model.named_weights().values())).grad.fill_(torch.inf)
+        update(job, agree(job, batch, loss))
+        (part,) = job.model.parts
+        seen.append({name: tensor.clone() for name, tensor in part.running_statistics().items()})
+    return seen, job.skipped
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"guard": {"nonfinite": "skip"}}, {"precision": {"dtype": "fp16", "initial_scale": 2.0**10}}],
+    ids=("guard", "fp16"),
+)
+def test_a_step_that_is_left_out_leaves_no_trace_in_the_statistics(pool, data, tmp_path, sections):
+    for (first, second, third), skipped in pool.run(
+        overflowing, 2, tmp_path, values_of("normed", data, **sections)
+    ):
+        assert skipped == 1
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert not any(torch.equal(second[name], third[name]) for name in first)
 
 
 def statistics_at_the_start(run_dir, values, parent):

@@ -33,7 +33,7 @@ WORK_S = {"bf16": 0.05, "int8": 0.1, "onebit": 0.1, "topk": 0.2, "powersgd": 0.0
 def rows_at(mbit, layout="dp4", **settings):
     """Return predictions for a step of 1 s, of which 0.6 s are the backward pass."""
     config = Config.model_validate({"train": {"steps": 1000}, **settings})
-    legal, refused = settle(config, parse_layout(layout))
+    legal, refused = settle(config, parse_layout(layout), config.model.n_layers)
     basis = Basis(Link(1e-4, mbit * 1e6 / 8), ComputeTime(1.0, 0.6), Replicas(4, 4))
     return [*predict(basis, legal, SHAPES, {name: WORK_S.get(name, 0.0) for name in legal}), *refused]
 
@@ -106,7 +106,7 @@ def test_every_strategy_has_a_row_and_each_refusal_its_reason():
 
 def test_strategies_take_the_settings_that_they_read():
     config = Config.model_validate({"sync": {"every": 20, "block": 128, "rank": 8}, "train": {"steps": 1000}})
-    legal, _ = settle(config, parse_layout("dp2"))
+    legal, _ = settle(config, parse_layout("dp2"), config.model.n_layers)
     assert (legal["diloco"].every, legal["diloco"].block) == (20, Sync().block)  # without int8, no block
     assert (legal["onebit"].block, legal["powersgd"].rank, legal["onebit"].rank) == (128, 8, Sync().rank)
 

@@ -286,13 +286,14 @@ def test_defaults_are_those_of_the_papers():
 
 def test_fragments_take_every_nth_block_and_leave_nothing_out():
     names = ["embed.weight", "positions.weight", *(f"blocks.{n}.up" for n in range(5)), "norm.weight"]
-    assert fragments_of(names, 2) == [
+    assert fragments_of(names, 2, decoder=True) == [
         ["embed.weight", "positions.weight", "blocks.0.up", "blocks.2.up", "blocks.4.up"],
         ["blocks.1.up", "blocks.3.up", "norm.weight"],
     ]
-    assert fragments_of(["a.weight", "a.bias", "b.weight", "c.weight"], 2) == [
-        ["a.weight", "a.bias", "c.weight"],
-        ["b.weight"],
+    of_network = ["blocks.first.weight", "blocks.first.bias", "1.body.0.weight", "c.weight"]
+    assert fragments_of(of_network, 2, decoder=False) == [
+        ["blocks.first.weight", "blocks.first.bias", "c.weight"],
+        ["1.body.0.weight"],
     ]
 
 

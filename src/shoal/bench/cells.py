@@ -152,6 +152,7 @@ class CellResult:
             "layout": cell.layout,
             "strategy": cell.way.word,
             "sync": cell.way.settings,
+            "settings": cell.network.settings,
             "global_batch_size": cell.network.global_batch_size,
             "status": self.status,
         }
@@ -234,11 +235,14 @@ def _why(run_dir: Path) -> str:
 
 
 def _measure(cell: Cell, run_dir: Path) -> MeasuredRun:
-    by_formula = None
-    if cell.way.is_uncounted and not cell.layout:  # a chunked ring, with gloo and NCCL
-        config = config_from_toml((run_dir / "config.toml").read_text(), str(run_dir))
-        sent = 4 * open_task(config).num_parameters
-        by_formula = all_reduce_cost("chunked_ring", cell.workers, sent).num_bytes
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    way = cell.way
-    return measured(lines, warmup_steps=way.warmup_steps, period=way.period, by_formula=by_formula)
+    by_formula, way = None, cell.way
+    task = open_task(config_from_toml((run_dir / "config.toml").read_text(), str(run_dir)))
+    if way.is_uncounted and not cell.layout:  # a chunked ring, with gloo and NCCL
+        by_formula = all_reduce_cost("chunked_ring", cell.workers, 4 * task.num_parameters).num_bytes
+    return measured(
+        read_metrics(run_dir / "metrics.jsonl"),
+        warmup_steps=way.warmup_steps,
+        period=way.period,
+        by_formula=by_formula,
+        steps_per_epoch=task.data.samples("train").total / cell.network.global_batch_size,
+    )

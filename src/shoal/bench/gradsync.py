@@ -7,8 +7,8 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from shoal.bench.hosts import TwoHosts, why_not
 from shoal.bench.record import begin, describe
 from shoal.bench.sizes import parse_rate
 from shoal.config.sync_rules import STRATEGIES
-from shoal.errors import InputError, ShoalError, nearest
+from shoal.errors import InputError, ShoalError, counted, nearest
 from shoal.runtime.files import check_targets, write_json
 
 LOCAL, HOSTS = "local", "hosts"
@@ -32,6 +32,8 @@ _BASE = "allreduce"
 _TEXT = ("stdlib", "--vocab-size", "2048", "--limit", "150", "--split", "90,10,0")
 _WIDE = 10  # losses with a larger ratio are plotted on a logarithmic scale
 _IMAGES = ("random-images", "--limit", "5000", "--split", "90,10,0")
+_COLOURED = ("random-images:3x32x32:10", *_IMAGES[1:])
+_BATCH_STATISTICS = "model.batch_statistics"
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,13 @@ class Preset:
     made_of: tuple[str, ...]
     global_batch_size: int
     eval_sequences: int
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 NETWORKS = {
     "fcn-r": Preset("fcn-r", _IMAGES, 128, 500),
+    "alexnet-r": Preset("alexnet-r", _COLOURED, 128, 500),
+    "resnet-56": Preset("resnet-56", _COLOURED, 32, 128, {_BATCH_STATISTICS: "replica"}),
     "lstm": Preset("lstm", _TEXT, 64, 256),
     "gpt": Preset("tiny", _TEXT, 16, 64),
 }
@@ -115,7 +120,7 @@ def plan(options: GridOptions, folder: Path) -> list[Cell]:
         given = options.data[min(number, len(options.data) - 1)] if options.data else None
         data = given.absolute() if given else make_data(folder / "data", known.made_of)
         batch = options.global_batch_size or known.global_batch_size
-        settings = {"eval.sequences": str(known.eval_sequences)}
+        settings = {"eval.sequences": str(known.eval_sequences), **known.settings}
         network = Network(name, known.config, data, batch, settings)
         for workers in options.workers:
             for link in options.links if workers > 1 else (LOCAL,):
@@ -222,19 +227,57 @@ def groups(outcomes: Sequence[CellResult]) -> list[list[CellResult]]:
 
 def title(cell: Cell) -> str:
     """Return the title of a group: what its cells have in common."""
-    where = "one host" if cell.link == LOCAL else "two hosts"
-    where += f", {cell.link} between them" if cell.link not in (LOCAL, HOSTS) else ""
-    where = f"one host, {cell.link} between halves by delays in the transport" if cell.slowed else where
-    workers = f"{cell.workers} workers on {where}" if cell.workers > 1 else "1 worker"
+    workers = f"{cell.workers} workers on {_where(cell)}" if cell.workers > 1 else "1 worker"
     return f"{cell.network.name}: {workers}" + (f", {cell.layout}" if cell.layout else "")
 
 
+def _where(cell: Cell) -> str:
+    if cell.slowed:
+        return f"one host, {cell.link} between halves by delays in the transport"
+    between = f", {cell.link} between them" if cell.link not in (LOCAL, HOSTS) else ""
+    return ("one host" if cell.link == LOCAL else "two hosts") + between
+
+
 def tables(outcomes: Sequence[CellResult]) -> Iterator[Table]:
-    """Yield a table for each group."""
-    yield from map(_table, groups(outcomes))
+    """Yield a table for each group, then one over all numbers of workers for each network and link."""
+    found: dict[tuple[str | int, ...], list[CellResult]] = {}
+    for group in groups(outcomes):
+        cell, alone = group[0].cell, _alone(group[0].cell, outcomes)
+        yield _table(group, alone)
+        if cell.workers > 1:
+            found.setdefault((cell.network.name, _where(cell), cell.layout, cell.steps), []).extend(group)
+    for several in found.values():
+        alone = _alone(several[0].cell, outcomes)
+        if alone is not None or len({outcome.cell.workers for outcome in several}) > 1:
+            yield _by_workers(several, alone)
 
 
-def _table(group: Sequence[CellResult]) -> Table:
+def _alone(cell: Cell, outcomes: Sequence[CellResult]) -> float | None:
+    """Return the seconds a step of one worker with a cell's network and number of steps."""
+    alike = (
+        o for o in outcomes if (o.cell.network, o.cell.steps, o.cell.workers) == (cell.network, cell.steps, 1)
+    )
+    return next((outcome.found.seconds_a_step for outcome in alike if outcome.found), None)
+
+
+def _by_workers(several: Sequence[CellResult], alone: float | None) -> Table:
+    """Return the table of seconds a mini-batch by strategy and number of workers."""
+    cell = several[0].cell
+    title = f"seconds a mini-batch of {cell.network.global_batch_size} on {_where(cell)}"
+    table = Table(title=f"{cell.network.name}: {title}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    workers = sorted({outcome.cell.workers for outcome in several})
+    table.add_column("strategy")
+    for count in workers if alone is None else (1, *workers):
+        table.add_column(counted(count, "worker"), justify="right")
+    found = {(o.cell.way.word, o.cell.workers): o for o in several}
+    for word in dict.fromkeys(word for word, _ in found):
+        row = [found.get((word, count)) for count in workers]
+        seconds = ("" if o is None else f"{o.found.seconds_a_step:.4f}" if o.found else o.status for o in row)
+        table.add_row(word, *([] if alone is None else [f"{alone:.4f}"]), *seconds)
+    return table
+
+
+def _table(group: Sequence[CellResult], alone: float | None) -> Table:
     cell = group[0].cell
     batch, steps = cell.network.global_batch_size, cell.steps
     done = [outcome.found for outcome in group if outcome.found]
@@ -243,6 +286,8 @@ def _table(group: Sequence[CellResult]) -> Table:
     notes = [f"{o.cell.way.word}: {o.status}: {o.reason}" for o in group if o.found is None]
     if any(found.bytes_a_step and not found.counted for found in done):
         notes.insert(0, "~ by the formula of a chunked ring; the back end's own traffic is not counted")
+    if rule := cell.network.settings.get(_BATCH_STATISTICS):
+        notes.insert(0, f"batch statistics: {rule} ({_BATCH_STATISTICS})")
     table = Table(
         title=f"{title(cell)}, {batch} samples a mini-batch",
         caption=escape("\n".join(notes)) or None,
@@ -251,7 +296,8 @@ def _table(group: Sequence[CellResult]) -> Table:
         padding=(0, 1, 0, 0),
     )
     losses = (f"loss, {steps} steps", f"loss, {shortest:.3g} s")
-    for heading in ("strategy", "s/mini-batch", "speed", "MB/step", "waiting", *losses):
+    speeds = ("speed", "speed-up")
+    for heading in ("strategy", "s/mini-batch", *speeds, "MB/step", "waiting", *losses):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for outcome in group:
         if (found := outcome.found) is None:
@@ -261,7 +307,7 @@ def _table(group: Sequence[CellResult]) -> Table:
         table.add_row(
             outcome.cell.way.word,
             f"{found.seconds_a_step:.4f}",
-            "" if base is None else f"{base / found.seconds_a_step:.2f}x",
+            *("" if one is None else f"{one / found.seconds_a_step:.2f}x" for one in (base, alone)),
             "?" if sent is None else f"{'~' if sent and not found.counted else ''}{sent / 1e6:.4g}",
             f"{found.communication_share:.0%}",
             f"{found.curve[-1].loss:.4f}",
@@ -271,9 +317,10 @@ def _table(group: Sequence[CellResult]) -> Table:
 
 
 def draw(outcomes: Sequence[CellResult], path: Path) -> None:
-    """Plot loss over seconds a mini-batch, with bytes as area; a line joins the Pareto-optimal points.
+    """Plot for each group the loss over seconds a mini-batch, and its curves over epochs and seconds.
 
-    Groups of one row, such as that of one worker, are left out if other groups have more.
+    The area of a point is its bytes; a line joins the Pareto-optimal points. Groups of one row, such as that
+    of one worker, are left out if other groups have more.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -285,12 +332,14 @@ def draw(outcomes: Sequence[CellResult], path: Path) -> None:
         return
     names = dict.fromkeys(outcome.cell.way.word for group in shown for outcome in group)
     colours = {name: colormaps["tab20"](number % 20) for number, name in enumerate(names)}
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    for place, group in enumerate(shown, 1):
-        axes = figure.add_subplot(rows, columns, place, title=title(group[0].cell))
-        axes.set(xlabel="seconds a mini-batch", ylabel=f"loss after {group[0].cell.steps} steps")
+    figure = Figure(figsize=(16.5, 4.2 * len(shown)), layout="constrained")
+    all_axes = figure.subplots(len(shown), 3, squeeze=False)
+    for (axes, *by), group in zip(all_axes, shown, strict=True):
+        axes.set(
+            title=title(group[0].cell),
+            xlabel="seconds a mini-batch",
+            ylabel=f"loss after {group[0].cell.steps} steps",
+        )
         points = [(o.found.seconds_a_step, o.found.curve[-1].loss) for o in group if o.found]
         most = max(o.found.bytes_a_step or 0 for o in group if o.found) or 1
         areas = [20 + 400 * (o.found.bytes_a_step or 0) / most for o in group if o.found]
@@ -301,9 +350,15 @@ def draw(outcomes: Sequence[CellResult], path: Path) -> None:
             axes.set_yscale("log")
         axes.plot(*zip(*pareto(points), strict=True), linewidth=0.8, linestyle="--", color="grey")
         axes.grid(alpha=0.3)
+        for axes, name, unit in zip(by, ("epoch", "seconds"), ("epochs", "seconds"), strict=True):
+            axes.set(xlabel=unit, ylabel="loss")
+            for outcome, ink in zip(group, inks, strict=True):
+                curve = outcome.found.curve if outcome.found else []
+                axes.plot([getattr(p, name) for p in curve], [p.loss for p in curve], color=ink)
+            axes.grid(alpha=0.3)
     marks = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in colours.values()]
     figure.legend(marks, list(colours), loc="outside lower center", ncols=min(6, len(marks)))
-    figure.suptitle("area: bytes a step; dashed: nothing is both faster and better")
+    figure.suptitle("left: area is bytes a step; dashed: nothing is both faster and better")
     figure.savefig(path, dpi=120)
 
 

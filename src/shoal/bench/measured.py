@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ _START_UP = 2  # first steps, which allocate memory and buffers
 
 @dataclass(frozen=True)
 class Point:
-    """Point of a loss curve; seconds count training steps only."""
+    """Point of a loss curve; seconds count training steps only, epochs are passes over the data."""
 
     step: int
     seconds: float
     loss: float
+    epoch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def measured(
     warmup_steps: int = 0,
     period: int = 1,
     by_formula: float | None = None,
+    steps_per_epoch: float = math.inf,
 ) -> MeasuredRun:
     """Read the lines of metrics.jsonl; `by_formula` is the bytes of a step if they were not counted."""
     steps = [line for line in lines if "seconds" in line]
@@ -89,7 +92,7 @@ def measured(
         counted=counted,
         curve=[Point(0, 0.0, steps[0]["loss"])]
         + [
-            Point(line["step"], took[line["step"]], line["validation_loss"])
+            Point(line["step"], took[line["step"]], line["validation_loss"], line["step"] / steps_per_epoch)
             for line in lines
             if "validation_loss" in line
         ],

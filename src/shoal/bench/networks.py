@@ -309,14 +309,15 @@ def _held(output: Path | None, asked: dict[str, Any]) -> list[Row]:
 
 def _list() -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("network", "parameters", "multiply-adds", "input", "classes", ""):
-        table.add_column(heading, justify="left" if heading in ("network", "") else "right")
+    for heading in ("network", "parameters", "multiply-adds", "input", "classes", "network and source"):
+        table.add_column(heading, justify="left" if "network" in heading else "right")
     for name in names():
-        one = read(name).resolve()
+        described = read(name)
+        one = described.resolve()
         shape = "x".join(map(str, one.input)) + (" tokens" if one.is_tokens else "")
-        table.add_row(
-            name, f"{one.num_parameters:,}", f"{one.multiply_adds:,}", shape, f"{one.classes:,}", one.title
-        )
+        told = f"{escape(one.title)}\n[dim]{escape(described.source)}[/dim]".rstrip()
+        sizes = (f"{number:,}" for number in (one.num_parameters, one.multiply_adds))
+        table.add_row(name, *sizes, shape, f"{one.classes:,}", told)
     return table
 
 

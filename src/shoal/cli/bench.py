@@ -182,14 +182,15 @@ def gradsync(
     workers
         Numbers of processes. One process trains without a strategy, for comparison.
     networks
-        fcn-r (14M parameters), lstm (2M), gpt (1M; the preset tiny).
+        fcn-r (14M parameters), alexnet-r (0.1M), resnet-56 (0.9M), lstm (2M), gpt (1M; the preset tiny).
     link
         Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
         bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
     steps
         Optimiser steps per run.
     global_batch_size
-        Sequences per step over all workers (default: 128, 64 and 16 for the three networks).
+        Sequences or images per step over all workers (default: fcn-r and alexnet-r 128, lstm 64, resnet-56
+        32, gpt 16).
     data
         One dataset for all networks, or one per network in their order (default: small generated ones).
     runs
@@ -197,7 +198,8 @@ def gradsync(
     output
         JSON file for the results with machine, versions and all samples, updated after each run.
     plot
-        PNG file for a plot of loss over step time, in which areas show the bytes sent.
+        PNG file for a plot of loss over step time, in which areas show the bytes sent, and of loss over
+        epochs and seconds.
     """
     with loading():
         from shoal.bench.gradsync import GridOptions, command

@@ -66,7 +66,7 @@ def check_tensor_cut(shape: Shape, tp: int) -> None:
 def _fixed_form(config: Config, layout: Layout) -> Iterator[Problem]:
     """Yield what goes with decoders only."""
     network = config.model.network
-    read = ("model.network", "model.vocab_size")
+    read = ("model.network", "model.vocab_size", "model.batch_statistics")
     if layout.zero or layout.tp * layout.pp > 1:
         yield (
             f"model.network = {network} under {layout}: tp, pp and zero know how to cut decoders only",

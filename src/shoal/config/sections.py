@@ -31,7 +31,11 @@ class Model(Section):
 
     network: str = "decoder"
     """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or
-    a TOML file that describes one. Described networks reject the other model settings."""
+    a TOML file that describes one. Described networks read batch_statistics of the settings below, and reject
+    the others."""
+    batch_statistics: Literal["replica", "synchronised"] = "replica"
+    """Mean and variance of batch normalisation in training, over a micro-batch. replica: that of each replica
+    by itself. synchronised: those of all replicas together."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
     RoPE, RMSNorm, SwiGLU, no biases."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from shoal.config.layout import Layout
@@ -14,7 +15,6 @@ from shoal.errors import ConfigError
 # outer: replicas train by themselves and agree on weights now and then. asynchronous: without waiting.
 Kind = Literal["exchange", "owner", "outer", "asynchronous"]
 BUCKET_BYTES = 32 << 20  # of what is sent after the backward pass
-_CLASSIC_LAYERS = 3  # of the network with fewest
 _OUTER = ("every", "lr", "int8", "block", "warmup_steps")
 _WITH_MOMENTUM = (*_OUTER, "momentum", "momentum_follows_lr")
 
@@ -57,11 +57,14 @@ def strategy_of(config: Config) -> Strategy:
     return STRATEGIES[config.sync.strategy]
 
 
-def check_sync(config: Config, layout: Layout) -> None:
-    """Raise a ConfigError for the first rule that a strategy breaks; `layout` is that of all replicas."""
-    for rule in RULES:
-        for message, hint in rule(config, layout):
-            raise ConfigError(message, hint=hint)
+def check_sync(config: Config, layout: Layout, num_blocks: int) -> None:
+    """Raise a ConfigError for the first rule that a strategy breaks; `layout` is that of all replicas.
+
+    `num_blocks` is the number of blocks of a decoder, or of layers with weights of another network.
+    """
+    problems = [rule(config, layout) for rule in RULES]
+    for message, hint in chain(*problems, _fragments(config, num_blocks)):
+        raise ConfigError(message, hint=hint)
 
 
 Problem = tuple[str, str]  # what is wrong, with the values; what to choose
@@ -150,11 +153,9 @@ def _outer(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-def _fragments(config: Config, layout: Layout) -> Iterator[Problem]:
-    sync, model = config.sync, config.model
-    name, layers = "model.n_layers", model.n_layers
-    if model.network != "decoder":
-        name, layers = f"layers of {model.network}", _CLASSIC_LAYERS
+def _fragments(config: Config, layers: int) -> Iterator[Problem]:
+    sync, network = config.sync, config.model.network
+    name = "model.n_layers" if network == "decoder" else f"layers with weights of {network}"
     if sync.strategy != "streaming_diloco":
         return
     if sync.fragments > min(layers, sync.every):
@@ -172,6 +173,17 @@ def _fragments(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
+def _norm(config: Config, layout: Layout) -> Iterator[Problem]:
+    cannot = config.model.network == "decoder" or strategy_of(config).apart
+    if config.model.batch_statistics == "synchronised" and cannot:
+        yield (
+            f"model.batch_statistics = synchronised with model.network = {config.model.network} and "
+            f"sync.strategy = {config.sync.strategy}: it is for networks with batch normalisation, whose "
+            "replicas take each step together",
+            "use model.batch_statistics = replica",
+        )
+
+
 def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
     rate, sync = config.runtime.slow_link, config.sync
     if rate and (sync.strategy, sync.algorithm) == ("allreduce", "backend"):
@@ -186,4 +198,4 @@ def _slow_link(config: Config, layout: Layout) -> Iterator[Problem]:
         )
 
 
-RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _fragments, _slow_link)
+RULES = (_settings, _owners, _somebody_to_agree_with, _reduce_dtype, _warmup, _outer, _norm, _slow_link)

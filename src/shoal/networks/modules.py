@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,9 +22,9 @@ _EMBEDDING_STD = 0.02  # GPT-2's
 
 
 class Network(Part):
-    """A described network, replicated whole."""
+    """A described network, replicated whole; `synchronised` are the statistics of batch normalisation."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, *, synchronised: bool = False) -> None:
         super().__init__()
         self.resolved = resolved
         self._order: list[str] = []
@@ -31,6 +33,8 @@ class Network(Part):
             _put(self, layer.path, _make(layer))
             self._order.append(layer.path)
             self._note_stds(layer, self.get_submodule(layer.path), layer.path)
+        for norm in self._norms().values():
+            norm.synchronised = synchronised
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits [samples, classes], or [samples, steps, classes] of token ids [samples, steps]."""
@@ -48,7 +52,7 @@ class Network(Part):
 
     def running_statistics(self) -> dict[str, Tensor]:
         """Return the running means and variances of batch normalisation."""
-        norms = {name: module for name, module in self.named_modules() if isinstance(module, _BatchNorm)}
+        norms = self._norms()
         means = {f"{name}.running_mean": norm.running_mean for name, norm in norms.items()}
         return means | {f"{name}.running_var": norm.running_var for name, norm in norms.items()}
 
@@ -61,15 +65,17 @@ class Network(Part):
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Network:
         """Move to a device with weights that are not set yet, and running statistics as before training."""
         super().to_empty(device=device, recurse=recurse)
-        for module in self.modules():
-            if isinstance(module, _BatchNorm):
-                module.begin(device)
+        for norm in self._norms().values():
+            norm.begin(device)
         return self
 
     @property
     def flops_per_target(self) -> int:
         """Operations for a target, forward and backward: 6 for each multiply-add of the forward pass."""
         return 6 * self.resolved.multiply_adds // self.resolved.targets
+
+    def _norms(self) -> dict[str, _BatchNorm]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, _BatchNorm)}
 
     def _note_stds(self, layer: Layer, module: nn.Module, path: str) -> None:
         for parts, inner in ((layer.body, "body"), (layer.shortcut, "shortcut")):
@@ -137,8 +143,12 @@ def _make(layer: Layer) -> nn.Module:
 class _BatchNorm(nn.Module):
     """Normalises each channel by the samples at hand, and in evaluation by running statistics.
 
-    These are no buffers, which data parallelism would copy from the first replica to all in each step.
+    These are no buffers, which data parallelism would copy from the first replica to all in each step. With
+    `synchronised`, the samples are those of all replicas, which must have equally many: a collective over the
+    world in each forward and backward pass.
     """
+
+    synchronised = False
 
     def __init__(self, channels: int, eps: float, momentum: float) -> None:
         super().__init__()
@@ -152,8 +162,39 @@ class _BatchNorm(nn.Module):
         self.running_var = torch.ones(len(self.weight), device=device)
 
     def forward(self, x_nchw: Tensor) -> Tensor:
+        if self.synchronised and self.training and dist.is_initialized() and dist.get_world_size() > 1:
+            return self._over_replicas(x_nchw.to(self.weight.dtype)).to(x_nchw.dtype)
         own = (self.running_mean, self.running_var, self.weight, self.bias)
         return functional.batch_norm(x_nchw, *own, self.training, self._momentum, self._eps)
+
+    def _over_replicas(self, x_nchw: Tensor) -> Tensor:
+        """Normalise by the mean and variance over the samples of all replicas."""
+        moments = torch.stack(torch.var_mean(x_nchw, (0, 2, 3), correction=0))
+        vars_rc, means_rc = _Gathered.apply(moments).unbind(1)  # r replicas
+        mean = means_rc.mean(0)
+        var = (vars_rc + (means_rc - mean) ** 2).mean(0)
+        with torch.no_grad():
+            count = len(means_rc) * x_nchw[:, 0].numel()
+            self.running_mean.lerp_(mean, self._momentum)
+            self.running_var.lerp_(var * (count / (count - 1)), self._momentum)
+        scale = self.weight * (var + self._eps).rsqrt()
+        return torch.addcmul(self.bias[:, None, None], x_nchw - mean[:, None, None], scale[:, None, None])
+
+
+class _Gathered(torch.autograd.Function):
+    """Stacks a tensor of all replicas. All compute with it: its gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:  # type: ignore[override]
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, own.contiguous())
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole)
+        return whole[dist.get_rank()]
 
 
 class _Residual(nn.Module):

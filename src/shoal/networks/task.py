@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal import scoring
+from shoal.config.layout import Layout
 from shoal.config.load import differences
 from shoal.config.sections import Config
 from shoal.data.examples import Pair
@@ -45,6 +46,7 @@ class Classify(Task[T, MicroBatch]):
     def __init__(self, config: Config, data: Data[T], resolved: Resolved) -> None:
         super().__init__(config, data)
         self._resolved = resolved
+        self._synchronised = config.model.batch_statistics == "synchronised"
 
     @cached_property
     def _blueprint(self) -> Network:
@@ -59,9 +61,23 @@ class Classify(Task[T, MicroBatch]):
     def num_parameters(self) -> int:
         return self._resolved.num_parameters
 
+    @property
+    def num_blocks(self) -> int:
+        return len({name.rpartition(".")[0] for name in self._blueprint.named_weights()})
+
     def parts(self, layers: Sequence[range]) -> list[Network]:
         """Make the network."""
-        return [Network(self._resolved)]
+        return [Network(self._resolved, synchronised=self._synchronised)]
+
+    def check(self, layout: Layout) -> None:
+        """Raise a ConfigError where the network cannot be trained under a layout."""
+        super().check(layout)
+        if self._synchronised and not self._blueprint.running_statistics():
+            raise ConfigError(
+                f"model.batch_statistics = synchronised with model.network = {self.config.model.network}, "
+                "which has no batch normalisation",
+                hint="leave model.batch_statistics out",
+            )
 
     def micro(self, *tensors: Tensor) -> MicroBatch:
         """Make a micro-batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -68,6 +68,7 @@ class CutModel(Generic[T]):
     sharding: Sharding | None = None
     pipeline: Pipeline[T] | None = None
     owners: WeightOwners | None = None  # with strategies in which one rank updates a weight for all
+    _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # statistics, and those before a step
 
     def __post_init__(self) -> None:
         is_cut = self.mesh.axes is not None
@@ -115,6 +116,7 @@ class CutModel(Generic[T]):
             with self.phase("bubble"):
                 return self.pipeline.forward_backward(micro_batches, factor)
         total = torch.zeros((), device=self.device)
+        self._before = [(t, t.clone()) for part in self.parts for t in part.running_statistics().values()]
         if self.sharding is not None:
             self.sharding.gather_ahead(self.decoders[0])
         for number, micro in enumerate(micro_batches, start=1):
@@ -125,6 +127,11 @@ class CutModel(Generic[T]):
                     (loss * factor).backward()
             total += loss.detach()
         return total
+
+    def undo_statistics(self) -> None:
+        """Set running statistics to what they were before a step that is left out."""
+        for tensor, before in self._before:
+            tensor.copy_(before)
 
     @torch.no_grad()
     def average_statistics(self) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ from shoal.plan.sync_cost import (
     step_lines,
 )
 from shoal.runtime.files import check_targets, write_json
+from shoal.tasks.choose import open_task
 
 _PLAIN = "allreduce"
 _SLOWER = 1.05  # ratio to all-reduce from which a strategy is named as slower, or compression as worth it
@@ -104,7 +105,7 @@ def command(config: Config, options: AdviseOptions) -> int:
     layout = _layout(config, options)
     with _with_data(config) as prepared:
         shapes = shapes_of(prepared)
-        legal, refused = settle(prepared, layout)
+        legal, refused = settle(prepared, layout, open_task(prepared).num_blocks)
         compute_time = _known_compute_time(prepared, options, layout)
         to_measure = MeasureOptions(
             0.0 if link else options.seconds,
@@ -135,7 +136,7 @@ def command(config: Config, options: AdviseOptions) -> int:
     return 0
 
 
-def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Prediction]]:
+def settle(config: Config, layout: Layout, num_blocks: int) -> tuple[dict[str, Sync], list[Prediction]]:
     """Return the settings of each supported strategy, and a row with the reason for each unsupported one.
 
     A strategy takes the settings of the configuration that it reads; other settings do not make it
@@ -150,7 +151,7 @@ def settle(config: Config, layout: Layout) -> tuple[dict[str, Sync], list[Predic
         unread = {} if reads_reduce_dtype(name) else {"reduce_dtype": "fp32"}
         precision = config.precision.model_copy(update=unread)
         try:
-            check_sync(config.model_copy(update={"sync": sync, "precision": precision}), layout)
+            check_sync(config.model_copy(update={"sync": sync, "precision": precision}), layout, num_blocks)
             legal[name] = sync
         except ConfigError as error:
             refused.append(Prediction(name, strategy.exact, error.message))

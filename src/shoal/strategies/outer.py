@@ -79,22 +79,22 @@ def mix(weights: Tensor, anchor: Tensor, overlap: int) -> None:
         weights.copy_(anchor)
 
 
-def fragments_of(names: Collection[str], count: int) -> list[list[str]]:
+def fragments_of(names: Collection[str], count: int, *, decoder: bool) -> list[list[str]]:
     """Assign parameters to fragments by block: block b to fragment b mod count.
 
-    Parameters outside of blocks go to the first fragment if they come before the blocks, else to the last
-    one. In a network without blocks, each layer counts as a block.
+    A decoder's parameters outside of blocks go to the first fragment if they come before the blocks, else to
+    the last one. In other networks, each layer counts as a block.
     """
     fragments: list[list[str]] = [[] for _ in range(count)]
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     for name in names:
         words = name.split(".")
-        if words[0] == "blocks":
-            number = int(words[1])
-        elif any(layer.startswith("blocks.") for layer in layers):
-            number = 0 if words[0] in ("embed", "positions") else -1
-        else:
+        if not decoder:
             number = layers.index(name.rpartition(".")[0])
+        elif words[0] == "blocks":
+            number = int(words[1])
+        else:
+            number = 0 if words[0] in ("embed", "positions") else -1
         fragments[number % count].append(name)
     return fragments
 

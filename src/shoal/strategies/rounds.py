@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def make(replica: Replica) -> OuterRounds:
         quorum=reach(replica),
         record=replica.record,
         incidents=replica.incidents,
+        decoder=config.model.network == "decoder",
     )
 
 
@@ -86,6 +88,7 @@ class OuterRounds(SynchronousReplicas):
         quorum: QuorumClient | None,
         record: Callable[..., None],
         incidents: Path | None,
+        decoder: bool = True,
     ) -> None:
         """Build from this rank's weights; `quorum` is None if there is one replica.
 
@@ -94,7 +97,8 @@ class OuterRounds(SynchronousReplicas):
         """
         streaming = sync.strategy == "streaming_diloco"
         self._overlap = sync.overlap if streaming else 0
-        self._fragments = fragments_of(weights, sync.fragments if streaming else 1)
+        self._fragments_of = partial(fragments_of, weights, decoder=decoder)
+        self._fragments = self._fragments_of(sync.fragments if streaming else 1)
         self._sgd = outer_sgd(sync, num_replicas)
         self._exact = Plain(next(iter(weights.values())).dtype)
         self._codec = Int8(sync.block) if sync.int8 else self._exact
@@ -189,7 +193,7 @@ class OuterRounds(SynchronousReplicas):
             count = int(state["fragments"])
             if not 0 <= fragment < count <= _MAX_FRAGMENTS:
                 raise ValueError(f"fragment {fragment} of {count}")
-            names = fragments_of(self._weights, count)[fragment]
+            names = self._fragments_of(count)[fragment]
             self._facts |= {key: int(state["facts"][key]) for key in self._facts if "facts" in state}
             self._incoming = {name: torch.empty_like(blank[name]) for name in names}
             if count == len(self._fragments):

@@ -146,6 +146,11 @@ class Task(ABC, Generic[T, Micro]):
     @abstractmethod
     def num_parameters(self) -> int: ...
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a decoder, or layers with weights of another network, which can be exchanged alone."""
+        return self.shape.n_layers if self.shape else 1
+
     @abstractmethod
     def parts(self, layers: Sequence[range]) -> Sequence[Part]:
         """Make the parts of the model with these layers; a network of fixed form is one part."""

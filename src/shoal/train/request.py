@@ -72,9 +72,9 @@ class Request:
             )
         layout = self.resolve_layout(world_size)
         rules.check(self.config, layout.batch_parts)
-        check_sync(self.config, layout)
         require_sinks(self.config.train.sinks)
         task = open_task(self.config)
+        check_sync(self.config, layout, task.num_blocks)
         task.check(layout)
         if self.init is not None and not self.init.exists():
             raise InputError(
@@ -91,10 +91,12 @@ class Request:
 def refuse_other_run(config: Config, stored: str, checkpoint: Path) -> list[tuple[str, object, object]]:
     """Compare with the configuration of a checkpoint; return changed settings that a resume honours.
 
-    A change of the model or of the data order is refused by name.
+    A change of the model or of the data order is refused by name. What a described network consists of is
+    compared by its layers, as its file may have moved.
     """
     changes = differences(config, config_from_toml(stored, f"{checkpoint}/config.toml"))
-    refused = [change for change in changes if change[0].startswith(_FIXED)]
+    moved = [("model.network", new, old) for name, new, old in changes if "decoder" not in (new, old)]
+    refused = [change for change in changes if change[0].startswith(_FIXED) and change not in moved]
     if refused:
         named = "; ".join(f"{name} was {old}, now {new}" for name, new, old in refused)
         from_here = "" if _other_shape(config, stored, checkpoint) else f" --init {checkpoint}"

@@ -100,7 +100,7 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for name, new, old in refuse_other_run(job.config, _stored_config(checkpoint), checkpoint):
         log.info(f"changed since the checkpoint: {name} = {new} (was {old}){_rate(job.config, name)}")
     for name, value in job.task.facts().items():
-        if state.get(name, value) != value:
+        if state.get(name, value) != value and not (name == "network" and "layers" in state):
             raise ConfigError(
                 f"{checkpoint} belongs to another run: {name} of its network was {state[name]}, now {value}",
                 hint="restore the network's description, or start a new run with another --run-dir",

@@ -118,6 +118,7 @@ def _take_step(job: Job, result: StepResult) -> bool:
     applied = not left_out and _guard_allows(job, result)
     job.model.exchange.end(applied=applied and math.isfinite(result.grad_norm))
     if not applied:
+        job.model.undo_statistics()
         job.skipped += 1
         return False
     with job.clock.phase("optimiser"):
