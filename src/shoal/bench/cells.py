@@ -244,5 +244,5 @@ def _measure(cell: Cell, run_dir: Path) -> MeasuredRun:
         warmup_steps=way.warmup_steps,
         period=way.period,
         by_formula=by_formula,
-        steps_per_epoch=task.data.samples("train").total / cell.network.global_batch_size,
+        steps_per_epoch=float(task.data.samples("train").counts.sum()) / cell.network.global_batch_size,
     )
