@@ -20,6 +20,7 @@ class Point:
     seconds: float
     loss: float
     epoch: float = 0.0
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class MeasuredRun:
     counted: bool  # counted, else by formula
     curve: list[Point]  # the first loss, before training, then all validations
     skip: int  # first steps that are left out
+    losses: list[float]  # of each step, on its training batch
     period: int = 1  # steps of a period: 1, those between two exchanges, or 0 for no period
     rounds: list[dict[str, Any]] = field(default_factory=list)  # of replica groups
 
@@ -92,10 +94,17 @@ def measured(
         counted=counted,
         curve=[Point(0, 0.0, steps[0]["loss"])]
         + [
-            Point(line["step"], took[line["step"]], line["validation_loss"], line["step"] / steps_per_epoch)
+            Point(
+                line["step"],
+                took[line["step"]],
+                line["validation_loss"],
+                line["step"] / steps_per_epoch,
+                line.get("validation_accuracy"),
+            )
             for line in lines
             if "validation_loss" in line
         ],
+        losses=[line["loss"] for line in steps],
         skip=min(max(_START_UP, warmup_steps), len(steps) - 1),
         period=period,
         rounds=[line for line in lines if "round" in line],

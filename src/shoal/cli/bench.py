@@ -153,6 +153,62 @@ def networks(
 
 
 @bench.command
+def convergence(
+    names: Annotated[tuple[str, ...], Parameter(name="NETWORK", negative=())] = (),
+    /,
+    *,
+    data: tuple[Path, ...] = (),
+    epochs: int = 10,
+    seeds: int = 3,
+    batch_size: int = 128,
+    workers: tuple[int, ...] = (1,),
+    lr: float | None = None,
+    runs: Path | None = None,
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+    plot: Path | None = None,
+) -> int:
+    """Train classic networks with several seeds: training loss and test accuracy by epoch and by second.
+
+    Each seed is a separate run of `shoal train`, with its own initial weights and data order. The accuracy is
+    that of the dataset's validation split, evaluated after each epoch. Seconds count training steps only.
+
+    Exit status: 0 done, 1 a run failed, 2 bad input.
+
+    Example: shoal bench convergence fcn-r --epochs 5 --workers 1 2 --plot convergence.png
+
+    Parameters
+    ----------
+    names
+        Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r).
+    data
+        One dataset for all networks, or one per network in their order (default: scikit-learn's digits, or
+        Python source text for a network of tokens). Random images are rejected.
+    epochs
+        Passes over the training split.
+    seeds
+        Number of runs of each network, with the seeds 1, 2, ...
+    batch_size
+        Samples per step over all workers.
+    workers
+        Numbers of processes.
+    lr
+        Learning rate (default: that of the network's preset).
+    runs
+        Folder for the run folders; run the same command again to resume.
+    output
+        JSON file for all curves with machine and versions, updated after each run.
+    plot
+        PNG file for a plot of the means; bands show all seeds.
+    """
+    with loading():
+        from shoal.bench.convergence import ConvergenceOptions, command
+
+    networks, settings = names or ("fcn-r", "alexnet-r"), {} if lr is None else {"optimizer.lr": str(lr)}
+    options = ConvergenceOptions(networks, data, epochs, seeds, workers, batch_size, settings, runs)
+    return command(options, output, plot)
+
+
+@bench.command
 def gradsync(
     *,
     strategies: tuple[str, ...] = (),
