@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.cli.help import CHECK, COMMANDS, OPTIONS
+from shoal.cli.help import CHECK, COMMANDS, HELP_FLAGS, OPTIONS
 from shoal.runtime.startup import loading
 
 bench = App(
@@ -15,7 +15,20 @@ bench = App(
     group=CHECK,
     group_commands=COMMANDS,
     group_parameters=OPTIONS,
-    help="Benchmark collectives, synchronisation strategies and networks.",
+    help="Benchmark collectives, synchronisation strategies, layouts, networks, and the machine itself.",
+)
+
+bench.command(
+    "shoal.cli.train:layouts",
+    name="layouts",
+    help_flags=HELP_FLAGS,
+    help="Benchmark one training under several layouts: step time by phase, memory, loss, perplexity.\n\n"
+    "Each layout is a separate run of `shoal train` with the same initial weights, data order and batch. "
+    "Times are means over the middle half of the steps after the warm-up. A layout that is not supported, or "
+    "that fails, is listed with the reason.\n\n"
+    "Exit status: 0 done, 1 a run failed or no layout is supported, 2 bad input.",
+    help_epilogue='Example: shoal bench layouts tiny --layouts "1, dp2, tp2, zero3x2" --plot cuts.png\n\n'
+    'Example: shoal bench layouts my.toml --data datasets/my-text --layouts "1, dp2, tp2"',
 )
 
 
