@@ -151,9 +151,6 @@ def layouts(
     data: tuple[Path, ...] = (),
     steps: int | None = None,
     warmup: int = 5,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    seq_len: int | None = None,
     runs: Path | None = None,
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     plot: Path | None = None,
@@ -173,12 +170,6 @@ def layouts(
         Optimiser steps per layout (default: 40).
     warmup
         Number of first steps that are not timed.
-    lr
-        Peak learning rate; short for --optimizer.lr.
-    batch_size
-        Sequences per optimiser step, over all processes; short for --train.global-batch-size.
-    seq_len
-        Tokens per training sequence; short for --train.seq-len.
     runs
         Folder for the run folders; run the same command again to resume (default: a temporary folder).
     output
@@ -190,18 +181,16 @@ def layouts(
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
     overrides = _given(settings, data, None, None)
-    _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
-    train = overrides.setdefault("train", {})
-    train.setdefault("steps", 40)
-    # Short runs of their own: nothing is saved before the end, and each is evaluated once.
-    overrides.setdefault("eval", {})["every"] = train["steps"]
-    overrides.setdefault("checkpoint", {})["every"] = 0
-    chosen = tuple(parse_layout(words) for words in layouts.split(",") if words.strip())
+    _add_short(overrides, steps=steps)
+    count = overrides.setdefault("train", {}).setdefault("steps", 40)
+    for section, every in (("eval", count), ("checkpoint", 0)):  # one evaluation, and no save before the end
+        overrides.setdefault(section, {})["every"] = every
+    chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     resolved = load_config(config, overrides)
     with loading():
-        from shoal.bench.layouts import LayoutsOptions, command
+        from shoal.bench.layouts import command
 
-    return command(LayoutsOptions(resolved, Path(config).stem, chosen, warmup, runs), output, plot)
+    return command(resolved, Path(config).stem, chosen, warmup, runs, output, plot)
 
 
 def advise(
