@@ -115,10 +115,11 @@ def direct(images: Tensor, weight: Tensor) -> Tensor:
     """Convolve by adding, for each offset in the kernel, a product with the shifted images; no im2col."""
     kernel, (rows, columns) = weight.shape[-1], images.shape[2:]
     padded = F.pad(images, [kernel // 2] * 4)
+    offsets = weight.permute(2, 3, 0, 1).contiguous()
     total = images.new_zeros(len(images), len(weight), rows * columns)
     for i in range(kernel):
         for j in range(kernel):
-            total += weight[:, :, i, j] @ padded[:, :, i : i + rows, j : j + columns].flatten(2)
+            total += offsets[i, j] @ padded[:, :, i : i + rows, j : j + columns].flatten(2)
     return total.view(len(images), len(weight), rows, columns)
 
 

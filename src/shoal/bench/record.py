@@ -100,15 +100,14 @@ def rows_of(found: Any, name: str, source: str, kind: type[T]) -> list[T]:
     """Return the rows of a record of `shoal bench NAME`; `source` names it in errors.
 
     Raises:
-        InputError: It is the record of another benchmark, or a row lacks something.
+        InputError: It is the record of another benchmark, or a row is not as it should be.
     """
+    what = f"{source} is not a record of shoal bench {name}"
     if not isinstance(found, dict) or found.get("name") != name:
-        raise InputError(f"{source} is not a record of shoal bench {name}", hint="name one, or make it")
+        raise InputError(what, hint="choose another file")
     try:
         return TypeAdapter(list[kind]).validate_python(found.get("rows"))  # type: ignore[valid-type]
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(
-            f"{source}: rows.{where}: {first['msg']}", hint="restore it, or measure again"
-        ) from error
+        where = ".".join(map(str, ("rows", *first["loc"])))
+        raise InputError(f"{what}: {where}: {first['msg'].lower()}", hint="choose another file") from error
