@@ -1,6 +1,7 @@
 """`shoal bench layouts`: real runs side by side, their figures, and what a layout that fails costs."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ def test_layouts_are_trained_and_compared_and_the_record_is_continued(tmp_path, 
     monkeypatch.setattr(
         layouts, "train", lambda words, *_: trained.append(words) or ("failed", "rank 1 fell")
     )
-    assert ask("1,zero3x2", data, output=record) == 0
+    assert ask("1,zero3x2", shutil.copytree(data, tmp_path / "elsewhere"), output=record) == 0
     assert not trained
     assert ask("1,dp2", data, output=record) == 1
     assert len(trained) == 1

@@ -140,9 +140,10 @@ def _with_data(config: Config, name: str, folder: Path) -> Config:
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """Return what a record says of a configuration and its data."""
+    """Return what a record says of a configuration and its data, wherever that is."""
     task = open_task(config)
-    read = {"config": to_toml(config), "data": [dataset.fingerprint for dataset in task.data.datasets]}
+    settings = config.model_copy(update={"data": config.data.model_copy(update={"datasets": ()})})
+    read = {"config": to_toml(settings), "data": [dataset.fingerprint for dataset in task.data.datasets]}
     unit, per_step = task.data.unit, task.targets_per_step
     return {"settings": digest_of(read), "steps": config.train.steps, "unit": unit, "per_step": per_step}
 
@@ -182,7 +183,7 @@ def _texts(column: Column, base: Column, asked: dict[str, Any]) -> dict[str, str
         "ranks": f"{parse_layout(column.layout).world_size}",
         "parameters a rank": f"{column.parameters:,}",
         "ms a step": f"{ms['step']:,.1f}",
-        **{label: f"{abs(value):,.1f}" for label, value in phases.items()},
+        **{label: f"{round(value, 1) + 0.0:,.1f}" for label, value in phases.items()},
         f"{asked['unit']}/s": f"{1e3 * asked['per_step'] / ms['step']:,.0f}",
         f"speed ({base.layout} = 1)": f"{base_ms / ms['step']:.2f}",
         "peak memory a rank, MB": f"{column.peak_bytes / 1e6:,.0f}",

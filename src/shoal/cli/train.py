@@ -183,8 +183,13 @@ def layouts(
     overrides = _given(settings, data, None, None)
     _add_short(overrides, steps=steps)
     count = overrides.setdefault("train", {}).setdefault("steps", 40)
-    for section, every in (("eval", count), ("checkpoint", 0)):  # one evaluation, and no save before the end
-        overrides.setdefault(section, {})["every"] = every
+    # One evaluation and no save before the end; nothing is sent to sinks.
+    for section, name, value in (
+        ("eval", "every", count),
+        ("checkpoint", "every", 0),
+        ("train", "sinks", []),
+    ):
+        overrides.setdefault(section, {})[name] = value
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     resolved = load_config(config, overrides)
     with loading():
