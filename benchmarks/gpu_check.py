@@ -181,7 +181,7 @@ def time_networks(wish: argparse.Namespace, folder: Path) -> list[str]:
 TESTS = {
     "train-tests": ("train", "step", "documents"),
     "layouts-tests": ("layouts",),
-    "bench-tests": ("exchange", "owners", "doctor"),
+    "bench-tests": ("exchange", "owners", "doctor", "ceilings"),
 }
 TIMINGS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
     "train": time_training,

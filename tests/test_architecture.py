@@ -186,7 +186,7 @@ def work_at_import(module: str, source: str) -> list[str]:
     wrong = []
     for node in ast.parse(source).body:
         call = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
-        registers = module == "cli.app" and ast.unparse(node).startswith("app.")
+        registers = module in ("cli.app", "cli.bench") and ast.unparse(node).startswith(("app.", "bench."))
         bare_call = isinstance(node, ast.Expr) and isinstance(call, ast.Call) and not registers
         reads = call is not None and re.search(
             r"\bopen\(|\.read_|subprocess|environ|socket\.", ast.unparse(call)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.layout import SCHEDULES, Layout, parse_layout, resolve_layout, settings_of
-from shoal.config.sections import Parallel
+from shoal.config.layout import SCHEDULES, Layout, parse_layout, resolve_layout, settings_of, under
+from shoal.config.sections import Config, Parallel
 from shoal.errors import ConfigError
 
 
@@ -112,3 +112,10 @@ def test_what_the_axes_leave_is_replicated_or_with_zero_sharded():
     assert resolve_layout(Parallel(tp=2), 8) == Layout(dp_replicate=4, tp=2)
     assert resolve_layout(Parallel(tp=2, zero=2), 8) == Layout(dp_shard=4, tp=2, zero=2)
     assert resolve_layout(Parallel(zero=2, dp_shard=2), 8) == Layout(dp_replicate=4, dp_shard=2, zero=2)
+
+
+def test_a_configuration_keeps_a_split_and_offload_under_layouts_that_can_have_them():
+    config = Config(parallel=Parallel(tp=2, pp=2, zero=2, split=(3, 1), offload=True))
+    assert under(config, parse_layout("pp2")).parallel == Parallel(pp=2, split=(3, 1))
+    assert under(config, parse_layout("pp4")).parallel == Parallel(pp=4)
+    assert under(config, parse_layout("zero3x2")).parallel == Parallel(zero=3, dp_shard=2, offload=True)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,8 @@ _POLL_S = 0.3
 _PATIENCE_S = 30.0
 _TAIL_BYTES = 4096  # of the end of metrics.jsonl, with its last line
 _LAST_WORDS = 300  # of an error, in characters
+
+Status = Literal["done", "refused", "failed"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class CellResult:
     """Result of a cell: the measurements, or the reason why there are none."""
 
     cell: Cell
-    status: Literal["done", "refused", "failed"]
+    status: Status
     found: MeasuredRun | None = None
     reason: str = ""
 
@@ -164,37 +166,49 @@ class CellResult:
 
 def run(cell: Cell, folder: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> CellResult:
     """Train, reporting the steps done to `watch`. A finished run is read, a begun one continues."""
-    run_dir, asked = folder / re.sub(r"[^\w.=]+", "-", cell.name), cell.words()
+    run_dir = folder / re.sub(r"[^\w.=]+", "-", cell.name)
+    status, reason = train(cell.words(), cell.workers, run_dir, hosts, watch)
+    return CellResult(cell, status, _measure(cell, run_dir) if status == "done" else None, reason)
+
+
+def train(
+    asked: Sequence[str], workers: int, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]
+) -> tuple[Status, str]:
+    """Run `shoal train` with these arguments; return what became of it, and the reason if it is not done.
+
+    A folder with a finished run of the same arguments stays as it is, a begun one continues.
+    """
     finished = run_dir / "cell.json"
-    if run_dir.exists() and _read_words(run_dir / "asked.json") != asked:
+    if run_dir.exists() and _read_words(run_dir / "asked.json") != list(asked):
         shutil.rmtree(run_dir)
     if not finished.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(run_dir / "asked.json", asked)
-        status = _train(cell, run_dir, hosts, watch)
+        write_json(run_dir / "asked.json", list(asked))
+        status = _train(asked, workers, run_dir, hosts, watch)
         if status != EXIT_DONE:
-            kind: Literal["refused", "failed"] = "refused" if status == EXIT_BAD_INPUT else "failed"
-            return CellResult(cell, kind, reason=_why(run_dir))
+            return "refused" if status == EXIT_BAD_INPUT else "failed", _why(run_dir)
         write_json(finished, {"status": status})
-    return CellResult(cell, "done", _measure(cell, run_dir))
+    return "done", ""
 
 
 def _read_words(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _train(cell: Cell, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]) -> int:
+def _train(
+    asked: Sequence[str], workers: int, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]
+) -> int:
     """Run the command, with two hosts half of the workers on each; return the first status that is not 0."""
-    command = [sys.executable, "-m", "shoal", "train", *cell.words(), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "shoal", "train", *asked, "--run-dir", str(run_dir)]
     with contextlib.ExitStack() as stack:
         screens = [stack.enter_context((run_dir / f"screen-{name}").open("w")) for name in NAMES]
         if hosts is None:
-            command += ["--nproc", str(cell.workers)]
+            command += ["--nproc", str(workers)]
             to = {"stdout": screens[0], "stderr": subprocess.STDOUT}
             children = [subprocess.Popen(command, text=True, start_new_session=True, **to)]  # type: ignore[call-overload]
             stack.callback(_end, children[0])
         else:
-            command += ["--nproc", str(cell.workers // 2), "--nnodes", "2", "--rdzv", hosts.rdzv]
+            command += ["--nproc", str(workers // 2), "--nnodes", "2", "--rdzv", hosts.rdzv]
             children = []
             for name, screen in zip(NAMES, screens, strict=True):
                 stack.callback(hosts.kill, name)

@@ -164,7 +164,7 @@ def command(
     if rows is None:  # another rank reports
         return 0
     names = dict.fromkeys(row.algorithm for row in rows)
-    links = {name: _fit([row for row in rows if row.algorithm == name]) for name in names}
+    links = {name: fit([row for row in rows if row.algorithm == name]) for name in names}
     _print(rows, links, dtype)
     if json is not None:
         write_json(json, _report(rows, links, transport, dtype))
@@ -186,7 +186,7 @@ def _sizes_between(least: int, most: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _fit(rows: list[CollectivesRow]) -> Link | None:
+def fit(rows: list[CollectivesRow]) -> Link | None:
     """Fit a link to the times of an algorithm; None if it has no formula, or there is one size."""
     if rows[0].algorithm == "backend":
         return None

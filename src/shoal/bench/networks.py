@@ -32,7 +32,7 @@ from shoal.models.init import initialise
 from shoal.networks.description import Layer, Resolved, names, read
 from shoal.networks.modules import Network
 from shoal.runtime.device import physical_cores
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import write_json
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
@@ -277,7 +277,7 @@ def command(options: NetworksOptions, output: Path | None, *, listing: bool) -> 
     asked = json.loads(
         json.dumps({k: v for k, v in asdict(options).items() if k in ("steps", "warmup", "device")})
     )
-    rows = _held(output, asked)
+    rows = record.held(output, "networks", asked, Row)
     if rows:
         console.print(f"{counted(len(rows), 'row')} from {output}")
 
@@ -293,22 +293,6 @@ def command(options: NetworksOptions, output: Path | None, *, listing: bool) -> 
     measure(options, rows, keep)
     console.print(_table(rows))
     return int(any(row.status != "done" for row in rows))
-
-
-def _held(output: Path | None, asked: dict[str, Any]) -> list[Row]:
-    """Return the rows of a record that the same options began; an InputError for another record."""
-    if output is None or not output.exists():
-        return []
-    held, machine = read_json(output, "record"), record.describe("networks")["machine"]
-    try:
-        if held["name"] != "networks" or held["options"] != asked or held["machine"] != machine:
-            raise InputError(
-                f"{output} is the record of other measurements",
-                hint="choose another --output, or the same --steps, --warmup, --device and machine",
-            )
-        return [Row(**{**row, "cell": Cell(**row["cell"])}) for row in held["rows"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{output} is not a record of shoal bench networks: {error!r}") from error
 
 
 def _list() -> Table:

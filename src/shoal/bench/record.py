@@ -10,9 +10,15 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from shoal.errors import InputError
 from shoal.runtime.device import bf16_is_native, logical_cores, physical_cores, select_device
+from shoal.runtime.files import read_json
+
+T = TypeVar("T")
 
 _HERE = Path(__file__).resolve().parent
 _CODE = ("src", "benchmarks", "tests", "tools", "pyproject.toml", "constraints.txt", ":!benchmarks/records")
@@ -70,3 +76,38 @@ def describe(name: str) -> dict[str, Any]:
         },
         "versions": {"python": sys.version.split()[0], "torch": version("torch"), "shoal": version("shoal")},
     }
+
+
+def held(output: Path | None, name: str, options: dict[str, Any], kind: type[T]) -> list[T]:
+    """Return the rows of a record that the same command began on this machine; none if there is no file.
+
+    Raises:
+        InputError: The file holds something else.
+    """
+    if output is None or not output.exists():
+        return []
+    found = read_json(output, "record")
+    rows = rows_of(found, name, str(output), kind)
+    if found.get("options") != options or found.get("machine") != describe(name)["machine"]:
+        raise InputError(
+            f"{output} is the record of other measurements",
+            hint="choose another --output, or the same options and machine",
+        )
+    return rows
+
+
+def rows_of(found: Any, name: str, source: str, kind: type[T]) -> list[T]:
+    """Return the rows of a record of `shoal bench NAME`; `source` names it in errors.
+
+    Raises:
+        InputError: It is the record of another benchmark, or a row is not as it should be.
+    """
+    what = f"{source} is not a record of shoal bench {name}"
+    if not isinstance(found, dict) or found.get("name") != name:
+        raise InputError(what, hint="choose another file")
+    try:
+        return TypeAdapter(list[kind]).validate_python(found.get("rows"))  # type: ignore[valid-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("rows", *first["loc"])))
+        raise InputError(f"{what}: {where}: {first['msg'].lower()}", hint="choose another file") from error

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.cli.help import CHECK, COMMANDS, OPTIONS
+from shoal.cli.help import CHECK, COMMANDS, HELP_FLAGS, OPTIONS
 from shoal.runtime.startup import loading
 
 bench = App(
@@ -15,7 +15,20 @@ bench = App(
     group=CHECK,
     group_commands=COMMANDS,
     group_parameters=OPTIONS,
-    help="Benchmark collectives, synchronisation strategies and networks.",
+    help="Benchmark collectives, synchronisation strategies, layouts, networks, and the machine itself.",
+)
+
+bench.command(
+    "shoal.cli.train:layouts",
+    name="layouts",
+    help_flags=HELP_FLAGS,
+    help="Benchmark one training under several layouts: step time by phase, memory, loss, perplexity.\n\n"
+    "Each layout is a separate run of `shoal train` with the same initial weights, data order and batch. "
+    "Times are means over the middle half of the steps after the warm-up. A layout that is not supported, or "
+    "that fails, is listed with the reason.\n\n"
+    "Exit status: 0 done, 1 a run failed or no layout is supported, 2 bad input.",
+    help_epilogue='Example: shoal bench layouts tiny --layouts "1, dp2, tp2, zero3x2" --plot cuts.png\n\n'
+    'Example: shoal bench layouts my.toml --data datasets/my-text --layouts "1, dp2, tp2"',
 )
 
 
@@ -62,6 +75,88 @@ def collectives(
         from shoal.bench.collectives import command
 
     return command(nproc, transport, algorithms, sizes, dtype, json, plot)
+
+
+@bench.command
+def ceilings(
+    *,
+    threads: tuple[int, ...] = (),
+    matrix_size: int = 0,
+    memory: str = "256MB",
+    seconds: float = 0.5,
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+) -> int:
+    """Benchmark what bounds a training step: matrix products, memory, copies to the GPU, the link.
+
+    Rates are those of the median of the repeats. copy (a = b) and triad (a = b + 2 c) count the bytes of each
+    array once. The link is fitted to all-reduces between two processes of this host, or two GPUs.
+
+    Exit status: 0 done, 1 a rate could not be measured, 2 bad input.
+
+    Example: shoal bench ceilings --threads 1 2 --output ceilings.json
+
+    Parameters
+    ----------
+    threads
+        Numbers of threads on the CPU (default: one per physical core).
+    matrix_size
+        Rows and columns of the matrices (default: 1024 on CPUs, 256 in formats that they lack, 8192 on GPUs).
+    memory
+        Size of an array to copy; choose one that does not fit into the caches.
+    seconds
+        Time for the repeats of each row.
+    output
+        JSON file for the rates, with machine, versions and all samples.
+    """
+    with loading():
+        from shoal.bench.ceilings import command
+        from shoal.bench.sizes import parse_bytes
+
+    return command(threads, seconds, matrix_size, parse_bytes(memory), output)
+
+
+@bench.command
+def products(
+    *,
+    gemm: tuple[int, int, int] = (1024, 2048, 26752),
+    conv: tuple[int, int, int, int] = (16, 96, 256, 27),
+    kernels: tuple[int, ...] = (1, 3, 5, 7, 11),
+    threads: int = 0,
+    seconds: float = 2.0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+) -> int:
+    """Benchmark ways to compute a matrix product, a gradient with its update, and convolutions, in fp32.
+
+    Each result is compared with one in float64 before its times count. GFLOP/s are those of the direct
+    formula, also for FFTs.
+
+    Exit status: 0 done, 1 a way failed or gave another result, 2 bad input.
+
+    Example: shoal bench products --gemm 256 512 1024 --kernels 3 11
+
+    Parameters
+    ----------
+    gemm
+        Samples, outputs and inputs of a fully connected layer: A (samples x inputs) times the transpose of
+        B (outputs x inputs).
+    conv
+        Samples, input channels, output channels, and rows (= columns) of the images.
+    kernels
+        Odd sizes of the kernels.
+    threads
+        Number of threads on the CPU (default: one per physical core).
+    seconds
+        Time for the repeats of each row.
+    device
+        Device to compute on.
+    output
+        JSON file for all samples, with machine and versions.
+    """
+    with loading():
+        from shoal.bench.products import command
+
+    return command(gemm, conv, kernels, threads, seconds, device, output)
 
 
 @bench.command

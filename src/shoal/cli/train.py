@@ -1,4 +1,7 @@
-"""`shoal train`, `parity`, `advise`: arguments and help; loaded on demand, as they import the settings."""
+"""`shoal train`, `parity`, `bench layouts`, `advise`: arguments and help.
+
+Loaded on demand, as they import the settings.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,61 @@ def parity(
         from shoal.parity.command import parity as run
 
     return run(resolved, layouts, reference=reference, steps=steps, json=json)
+
+
+def layouts(
+    config: str,
+    /,
+    *,
+    layouts: str,
+    data: tuple[Path, ...] = (),
+    steps: int | None = None,
+    warmup: int = 5,
+    runs: Path | None = None,
+    output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
+    plot: Path | None = None,
+    settings: Settings = None,
+) -> int:
+    """Benchmark one training under several layouts: step time by phase, memory, loss, perplexity.
+
+    Parameters
+    ----------
+    config
+        Preset (tiny, gpt2, llama-160m, ...) or TOML file.
+    layouts
+        Layouts to compare, separated by commas, such as "1, dp2, tp2+sp, pp2, zero3x2"; see docs/layouts.md.
+    data
+        Dataset folders made by `shoal prepare` (default: a small generated one, which has no test split).
+    steps
+        Optimiser steps per layout (default: 40).
+    warmup
+        Number of first steps that are not timed.
+    runs
+        Folder for the run folders; run the same command again to resume (default: a temporary folder).
+    output
+        JSON file for the results with machine, versions and all samples, updated after each layout. The same
+        command continues it.
+    plot
+        PNG file for a plot of the phases of a step, with the peak memory beside it.
+    settings
+        Any setting of the configuration, as --section.field VALUE; overrides the file.
+    """
+    overrides = _given(settings, data, None, None)
+    _add_short(overrides, steps=steps)
+    count = overrides.setdefault("train", {}).setdefault("steps", 40)
+    # One evaluation and no save before the end; nothing is sent to sinks.
+    for section, name, value in (
+        ("eval", "every", count),
+        ("checkpoint", "every", 0),
+        ("train", "sinks", []),
+    ):
+        overrides.setdefault(section, {})[name] = value
+    chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
+    resolved = load_config(config, overrides)
+    with loading():
+        from shoal.bench.layouts import command
+
+    return command(resolved, Path(config).stem, chosen, warmup, runs, output, plot)
 
 
 def advise(

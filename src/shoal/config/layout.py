@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.config.sections import Parallel
+from shoal.config.sections import Config, Parallel
 from shoal.errors import ConfigError, counted
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -138,3 +138,14 @@ def settings_of(layout: Layout) -> dict[str, Any]:
         "sequence": layout.sequence,
         "schedule": layout.schedule,
     }
+
+
+def under(config: Config, layout: Layout) -> Config:
+    """Return the configuration under a layout; a split or offload that it cannot have is left out."""
+    given = config.parallel
+    kept = {
+        "split": given.split if len(given.split) == layout.stages and layout.pp > 1 else (),
+        "offload": given.offload and layout.zero > 0,
+    }
+    parallel = given.model_copy(update={**settings_of(layout), **kept})
+    return config.model_copy(update={"parallel": parallel})

@@ -31,7 +31,7 @@ from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.shard import Sharding
 from shoal.parallel.tensor import Axis, TensorParallel, own_part
 from shoal.runtime.log import log
-from shoal.runtime.mesh import Mesh
+from shoal.runtime.mesh import Mesh, local
 from shoal.runtime.process import Process
 
 T = TypeVar("T")
@@ -87,6 +87,11 @@ class CutModel(Generic[T]):
     def updated_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that this rank updates: all of its weights, unless others own some."""
         return self.named_weights() if self.owners is None else self.owners.owned
+
+    @property
+    def own_parameters(self) -> int:
+        """Parameters on this rank: with ZeRO, of its shards."""
+        return sum(local(weight).numel() for weight in self.named_weights().values())
 
     @property
     def decoders(self) -> list[Decoder]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.config.layout import Layout, parse_layout, settings_of
+from shoal.config.layout import Layout, parse_layout, under
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
 from shoal.data.dataset import open_dataset
@@ -65,7 +65,7 @@ class Laboratory:
         """Train under a layout and return what each rank saw; `settings` replace some of [train]."""
         self._count += 1
         trial = Trial(
-            under(self.config, layout, **settings),
+            _with(under(self.config, layout), train=settings),
             self.steps,
             self.folder / "tensors",
             self.folder / f"run-{self._count}",
@@ -136,16 +136,6 @@ def parity(
     return int(any(result.is_bug for result in results))
 
 
-def under(config: Config, layout: Layout, **train: Any) -> Config:
-    """Return the configuration under a layout, with some settings of [train] replaced."""
-    given = config.parallel
-    kept = {
-        "split": given.split if len(given.split) == layout.stages and layout.pp > 1 else (),
-        "offload": given.offload and layout.zero > 0,
-    }
-    return _with(config, parallel={**settings_of(layout), **kept}, train=train)
-
-
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
     """Return a configuration with some fields of some sections replaced."""
     return config.model_copy(
@@ -183,7 +173,7 @@ def _prepare(config: Config, steps: int, folder: Path) -> Config:
 def _check(config: Config, layout: Layout, **train: Any) -> None:
     """Refuse what a rule forbids, naming the layout."""
     try:
-        Request(under(config, layout, **train), Path()).check(layout.world_size)
+        Request(_with(under(config, layout), train=train), Path()).check(layout.world_size)
     except ConfigError as error:
         raise ConfigError(f"layout {layout}: {error.message}", hint=error.hint) from error
 

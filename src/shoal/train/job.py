@@ -89,7 +89,9 @@ def build_job(request: Request, process: Process, stop: Stop) -> Job:
     place = first + mesh.dp_rank, layout.batch_parts, layout.replica_groups
     task.begin(*place, device, precision.autocast, cross_entropy)
     model = apply(task, mesh, process, config, compilation, axis, clock.phase)
-    metrics = Metrics(request.run_dir, task, process, precision, clock, layout.replica_groups)
+    metrics = Metrics(
+        request.run_dir, task, process, precision, clock, model.own_parameters, layout.replica_groups
+    )
     optimiser = build_optimiser(model.updated_weights(), config.optimizer)
     return Job(
         request=request,

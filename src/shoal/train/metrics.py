@@ -45,13 +45,18 @@ class Metrics:
         process: Process,
         precision: Precision,
         clock: StepClock,
+        parameters: int,
         replica_groups: int = 1,
     ) -> None:
-        """Begin; rates are those of all replica groups, taken to be as fast as this one."""
+        """Begin; `parameters` are those on this rank.
+
+        Rates are those of all replica groups, taken to be as fast as this one.
+        """
         self._path = run_dir / "metrics.jsonl"
         self._config = config = task.config
         self._process = process
         self._clock = clock
+        self._parameters = parameters
         self._sinks = Sinks(config.train.sinks if process.rank == 0 else (), config, run_dir)
         self.rates = Rates(
             unit=task.data.unit,
@@ -136,14 +141,16 @@ class Metrics:
         use = memory_use(self._process.device)
         waited_ms = line["tp_ms"] + line["shard_ms"]
         busy_ms = line["forward_ms"] + line["backward_ms"] + line["optimiser_ms"] - waited_ms
-        ranks = self._process.gather(use.allocated_bytes, use.peak_bytes, use.reserved_bytes, busy_ms)
-        allocated, peak, reserved, busy = zip(*ranks, strict=True)
+        ranks = self._process.gather(
+            use.allocated_bytes, use.peak_bytes, use.reserved_bytes, busy_ms, self._parameters
+        )
+        allocated, peak, reserved, busy, held = zip(*ranks, strict=True)
         found = {
             "allocated_bytes": sum(allocated),
             "peak_bytes": sum(peak),
             "reserved_bytes": sum(reserved),
         }
-        for name, values in (("peak_bytes", peak), ("busy_ms", busy)):
+        for name, values in (("peak_bytes", peak), ("busy_ms", busy), ("parameters", held)):
             for kind, chosen in (("least", min(values)), ("most", max(values))):
                 found |= {f"{kind}_{name}": chosen, f"{kind}_{name}_rank": values.index(chosen)}
         return found

@@ -11,7 +11,6 @@ from shoal.models.shape import ModelShape
 from shoal.parallel.compile import Compilation
 from shoal.runtime.device import has_fast_products
 from shoal.runtime.log import log
-from shoal.runtime.mesh import local
 from shoal.train.console import short_path, table
 from shoal.train.job import Job
 from shoal.train.schedule import horizon, min_lr, warmup_steps
@@ -66,9 +65,12 @@ def _sync(job: Job) -> list[tuple[str, str]]:
 
 
 def _model(job: Job) -> list[tuple[str, str]]:
-    own = sum(local(weight).numel() for weight in job.model.named_weights().values())
     model, *more = job.task.model_rows()
-    return [model, ("parameters", f"{job.task.num_parameters:,} in all, {own:,} on rank 0"), *more]
+    return [
+        model,
+        ("parameters", f"{job.task.num_parameters:,} in all, {job.model.own_parameters:,} on rank 0"),
+        *more,
+    ]
 
 
 def _batch(job: Job) -> list[tuple[str, str]]:
