@@ -59,15 +59,21 @@ def test_with_less_time_stages_shrink_and_what_is_left_out_is_named(planned):
     assert not failed
     assert machine.ran == [("networks one", 30), ("networks two", 60), ("networks three", 45)]
     left = "one pytorch default batch 64, 4 threads"
-    assert notes == [f"Left out of networks one for lack of time: 1 of 3 rows: {left}."]
+    assert notes == [f"1 row left out for lack of time: {left}."]
+
+
+def test_of_many_rows_that_are_left_out_some_are_named(planned, monkeypatch):
+    monkeypatch.setattr(tour, "_MOST_NAMED", 1)
+    notes, _ = measure(planned, 1, lambda *_: "", lambda: 0.0)
+    assert notes == ["9 rows left out for lack of time: one pytorch default batch 16, 4 threads; 8 more."]
 
 
 def test_a_stage_without_its_least_time_is_left_out(planned):
     machine = Machine(row_s=5)
     notes, _ = measure(planned, 70, machine.run, lambda: machine.now)
     assert [name for name, _ in machine.ran] == ["networks two", "networks three"]
-    assert notes[0].startswith("Left out of networks one for lack of time: 3 of 3 rows")
-    assert len(notes) == 1
+    (note,) = notes
+    assert note.startswith("3 rows left out for lack of time: one pytorch default batch 16, 4 threads; one ")
 
 
 def test_the_next_run_measures_what_is_missing_and_nothing_twice(planned):
@@ -93,9 +99,13 @@ def test_the_plan_has_the_installed_frameworks_and_threads_up_to_the_cores(tmp_p
         tour, "python_of", lambda name, given: "python" if name in ("pytorch", "jax") else None
     )
     monkeypatch.setattr(tour, "physical_cores", lambda: 6)
-    first, *_, collectives, gradsync = stages(tmp_path)
-    assert "pytorch jax --batch-sizes 32 128 --threads 1 2 4 6" in " ".join(first.words)
-    assert len(first.rows) == 2 * 2 * 2 * 4
+    found = {stage.name: stage for stage in stages(tmp_path)}
+    first, later = found["networks fcn-r"], found["networks fcn-r, all settings"]
+    assert "pytorch jax --batch-sizes 32 --threads 6" in " ".join(first.words)
+    assert "pytorch jax --batch-sizes 32 128 --threads 1 2 4 6" in " ".join(later.words)
+    assert (len(first.rows), len(later.rows)) == (2 * 2, 2 * 2 * 2 * 4)
+    assert set(first.rows) < set(later.rows)
+    collectives, gradsync = found["collectives"], found["gradsync"]
     assert collectives.missing() == ["collectives"]
     cells = [made_up.gradsync_cell(name, 2) for name in tour._STRATEGIES]
     strategies = {**made_up.gradsync(), "cells": cells}
@@ -167,6 +177,6 @@ def test_a_tour_of_this_machine_keeps_its_time_and_continues(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - began < 3 * 60 + 45
     assert done.stdout.splitlines()[-1].startswith("Here: pytorch ")
-    assert "Left out of networks" in done.stdout
+    assert "left out for lack of time" in done.stdout
     assert load(tmp_path / "tour/networks.json").timed
     assert "<img " in (tmp_path / "tour/report.html").read_text()

@@ -7,6 +7,7 @@ and what it has not measured is left for the next run of the same command.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from shoal.bench import report
 from shoal.bench.environments import FRAMEWORKS, python_of
 from shoal.bench.networks import MODES, Cell
 from shoal.bench.read_records import load
-from shoal.errors import InputError
+from shoal.errors import InputError, counted
 from shoal.runtime.device import physical_cores
 from shoal.runtime.files import alone_in, write_text
 
@@ -32,6 +33,7 @@ _BATCHES = (32, 128)
 _STRATEGIES = ("allreduce", "onebit", "diloco")
 _LEAST_S, _REPORT_S = 20.0, 15.0  # in less a stage measures nothing; for the page at the end
 _POLL_S, _PATIENCE_S = 0.2, 10.0
+_MOST_NAMED = 24  # rows that are left out
 _LAST_WORDS = 300  # of an error, in characters
 Run = Callable[["Stage", float], str]  # (stage, seconds) -> why it failed, if it did; it ends in that time
 
@@ -56,50 +58,46 @@ class Stage:
 
 
 def stages(folder: Path) -> list[Stage]:
-    """Return what is measured, in this order, with the frameworks that are installed."""
+    """Return what is measured: frameworks first, in one setting, then other settings of the same records."""
     frameworks = [name for name in FRAMEWORKS if python_of(name, {})]
     cores = physical_cores()
     threads = sorted({1 << power for power in range(cores.bit_length())} | {cores})
+    words: tuple[str, ...]
     found = []
-    for network in _NETWORKS:
-        cells = (
-            Cell(network, framework, mode, batch, count)
-            for batch in _BATCHES
-            for framework in frameworks
-            for mode in MODES
-            for count in threads
-        )
-        words = ("networks", network, "--steps", "10", "--warmup", "3", "--frameworks", *frameworks)
-        words += ("--batch-sizes", *map(str, _BATCHES), "--threads", *map(str, threads))
-        rows = tuple(cell.name for cell in cells)
-        found.append(Stage(f"networks {network}", words, folder / "networks.json", rows, 1.0))
-    words = ("collectives", "--nproc", "2", "--sizes", "1KB", "16MB")
-    found.append(Stage("collectives", words, folder / "collectives.json", ("collectives",), 0.5))
-    words = ("gradsync", "--networks", "fcn-r", "--workers", "1", "2", "--runs", str(folder / "runs"))
-    rows = ("allreduce x1", *(f"{name} x2" for name in _STRATEGIES))
-    words += ("--strategies", *_STRATEGIES)
-    return [*found, Stage("gradsync", words, folder / "gradsync.json", rows, 1.0)]
+    for title, batches, counts in (("", _BATCHES[:1], [cores]), (", all settings", _BATCHES, threads)):
+        for network in _NETWORKS:
+            words = ("networks", network, "--steps", "10", "--warmup", "3", "--frameworks", *frameworks)
+            words += ("--batch-sizes", *map(str, batches), "--threads", *map(str, counts))
+            cells = itertools.product(frameworks, MODES, batches, counts)
+            rows = tuple(Cell(network, *cell).name for cell in cells)
+            found.append(Stage(f"networks {network}{title}", words, folder / "networks.json", rows, 1.0))
+        if not title:
+            words = ("gradsync", "--networks", "fcn-r", "--workers", "1", "2", "--runs", str(folder / "runs"))
+            words += ("--strategies", *_STRATEGIES)
+            rows = ("allreduce x1", *(f"{name} x2" for name in _STRATEGIES))
+            found.append(Stage("gradsync", words, folder / "gradsync.json", rows, 1.0))
+            words = ("collectives", "--nproc", "2", "--sizes", "64KB", "16MB")
+            found.append(Stage("collectives", words, folder / "collectives.json", ("collectives",), 0.5))
+    return found
 
 
 def measure(
     planned: Sequence[Stage], seconds: float, run: Run, clock: Callable[[], float]
 ) -> tuple[list[str], bool]:
     """Run the stages, each in its share of the time left; return notes, and whether a stage failed."""
-    end, notes, failed = clock() + seconds, [], False
+    end, failed = clock() + seconds, {}
     todo = [stage for stage in planned if stage.missing()]
     for number, stage in enumerate(todo):
         limit = (end - clock()) * stage.share / sum(later.share for later in todo[number:])
         if limit >= _LEAST_S and (problem := run(stage, limit)):
-            notes.append(f"{stage.name} failed: {problem}")
-            failed = True
-        elif missing := stage.missing():
-            what = (
-                f"{len(missing)} of {len(stage.rows)} rows: {'; '.join(missing)}"
-                if len(stage.rows) > 1
-                else "all"
-            )
-            notes.append(f"Left out of {stage.name} for lack of time: {what}.")
-    return notes, failed
+            failed[stage.name] = problem
+    notes = [f"{name} failed: {problem}" for name, problem in failed.items()]
+    left = list(dict.fromkeys(r for stage in todo if stage.name not in failed for r in stage.missing()))
+    if left:
+        more = f"; {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        named = f"{'; '.join(left[:_MOST_NAMED])}{more}"
+        notes.append(f"{counted(len(left), 'row')} left out for lack of time: {named}.")
+    return notes, bool(failed)
 
 
 def command(folder: Path, minutes: float) -> int:
