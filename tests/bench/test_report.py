@@ -116,7 +116,7 @@ def test_strategies_are_told_with_time_bytes_speed_up_and_loss(told):
     sentences, tables = told(made_up.gradsync())
     where = "fcn-r, batch size 128, link 1gbit"
     assert sentences == [
-        "The least time has onebit with 4 workers: 6 times the speed of one worker.",
+        "The least time: onebit with 4 workers, 6 times the speed of one worker.",
         f"onebit is the fastest for {where}, 4 workers: 1.8 times the speed of allreduce. "
         "onebit sends 25.9 times fewer bytes than allreduce.",
         "After 40 steps, onebit has the lowest loss: 1.398.",
@@ -158,7 +158,10 @@ def test_a_strategy_no_faster_than_one_worker_is_told_so(told):
         gradsync_cell(workers=4, seconds=0.3),
     ]
     sentences, _ = told({**made_up.gradsync(), "cells": cells})
-    assert sentences[0] == "No strategy and number of workers is clearly faster than one worker."
+    assert sentences[0] == (
+        "No strategy is clearly faster than one worker. "
+        "The least time: allreduce with 2 workers, 0.998 times the speed of one worker."
+    )
 
 
 def test_collectives_are_told_with_the_back_end_s_speed_and_wrong_sums(told):

@@ -13,9 +13,10 @@ from shoal.bench.read_records import Spread
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_SERIES = 10  # in one picture
+MOST_SERIES, _MOST_BANDS = 10, 4  # in one picture
 _WIDE = 5  # a larger ratio of the last losses has a logarithmic scale
-_COLOURS = ("#1f5fa8", "#d1652c", "#2b8a5b", "#8a4f9e", "#b58a00", "#5b6673", "#c23b5a", "#3aa3b5")
+_COLOURS = ("#1f5fa8", "#d1652c", "#2b8a5b", "#8a4f9e", "#b58a00", "#5b6673", "#c23b5a", "#3aa3b5", "#7a4b2a")
+_COLOURS += ("#e08aa8",)
 _STYLES = ("-", "--", ":")  # so that equal curves are all seen
 _INK, _GRID = "#30363d", "#e3e6ea"
 _SIZE = (4.8, 3.2)  # inches
@@ -41,6 +42,14 @@ class Series:
     mark: float | None = None  # the x at which a ring is drawn
 
 
+def remark(series: Sequence[Series]) -> str:
+    """Say what the caption of `lines` must: what bands are, and how many lines are not drawn."""
+    if len(series) > MOST_SERIES:
+        return f" The first {MOST_SERIES} of {len(series)}."
+    wide = any(y.low < y.high for one in series for _, y in one.points)
+    return " Bands: p5 to p95." if wide and len(series) <= _MOST_BANDS else ""
+
+
 def lines(
     series: Sequence[Series],
     xlabel: str,
@@ -59,8 +68,9 @@ def lines(
             style = _STYLES[number % 3] if scale == "linear" else "-"
             dot = "" if scale == "linear" else "o"
             axes.plot(xs, ys, style, marker=dot, markersize=4, color=colour, label=_short(one.label))
-            lows, highs = [y.low for _, y in one.points], [y.high for _, y in one.points]
-            axes.fill_between(xs, lows, highs, color=colour, alpha=0.13, linewidth=0)
+            if len(series) <= _MOST_BANDS:
+                lows, highs = [y.low for _, y in one.points], [y.high for _, y in one.points]
+                axes.fill_between(xs, lows, highs, color=colour, alpha=0.13, linewidth=0)
             if one.mark in xs:
                 height = ys[xs.index(one.mark)]
                 axes.plot(one.mark, height, "o", color=colour, markersize=11, markerfacecolor="none")
@@ -77,7 +87,7 @@ def lines(
         if scale == "linear" and max(ends) > _WIDE * min(ends) > 0:  # one that diverges
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.grid(color=_GRID)
         axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)

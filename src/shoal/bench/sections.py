@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.bench import pictures
 from shoal.bench.networks import Cell
-from shoal.bench.pictures import MOST_SERIES, Series
+from shoal.bench.pictures import Series
 from shoal.bench.read_records import (
     CollectivesRecord,
     GradsyncRecord,
@@ -160,7 +160,7 @@ def _along(axis: str, name: str, rows: Sequence[NetworksRow]) -> Iterator[Pictur
         sentence = f"Fewest threads within 5 % of the best for {name}: {_and(knees)}."
     else:
         sentence = fastest(last, f"{name} with {_told(axis, most)}")
-    caption = f"{name}, {', '.join(map(_told, rest, fixed))}. Bands: p5 to p95."
+    caption = f"{name}, {', '.join(map(_told, rest, fixed))}.{pictures.remark(series)}"
     picture = pictures.lines(series, _UNITS[axis], "samples/s")
     yield Picture(sentence, picture, caption + " Rings: the fewest threads." * (axis == "threads"))
 
@@ -243,13 +243,13 @@ def gradsync(record: GradsyncRecord) -> Iterator[Block]:
                 for label, found in strategies.items()
             ]
             best = min(own, key=_median)
-            sentence = f"The least time has {best.label} with {counted(best.workers, 'worker')}"
-            if base and best.spread.overlaps(base.spread):
-                sentence = "No strategy and number of workers is clearly faster than one worker"
-            elif base:
-                sentence += f": {_median(base) / _median(best):.3g} times the speed of one worker"
+            sentence = f"The least time: {best.label} with {counted(best.workers, 'worker')}"
+            if base:
+                sentence += f", {_median(base) / _median(best):.3g} times the speed of one worker"
+            if base and best.spread.high >= base.spread.low:
+                sentence = f"No strategy is clearly faster than one worker. {sentence}"
             picture = pictures.lines(series, "workers", "seconds a mini-batch")
-            yield Picture(f"{sentence}.", picture, f"{group}. Bands: p5 to p95.")
+            yield Picture(f"{sentence}.", picture, f"{group}.{pictures.remark(series)}")
         last = sorted((row for row in own if row.workers == counts[-1]), key=_median)
         where = f"{group}, {counts[-1]} workers"
         yield _exchange(where, last)
@@ -260,7 +260,7 @@ def gradsync(record: GradsyncRecord) -> Iterator[Block]:
 def _workers_table(
     group: str, strategies: dict[str, list[GradsyncRow]], counts: list[int], base: Any
 ) -> Table:
-    lines = [["one worker", _time(base.spread), *[""] * (len(counts) + 2)]] if base else []
+    lines = [["one worker", _time(base.spread), *[""] * (len(counts) + 3)]] if base else []
     for label, own in strategies.items():
         found = {row.workers: row for row in own}
         times = (_time(found[count].spread) if count in found else "" for count in counts)
@@ -319,8 +319,7 @@ def _convergence(where: str, rows: Sequence[GradsyncRow]) -> Iterator[Picture]:
         series = [_curve(label, [(getattr(p, axis), p.loss) for p in ps]) for label, ps in curves.items()]
         xlabel = {"step": "step", "seconds": "training time (s)"}[axis]
         picture = pictures.lines(series, xlabel, "validation loss (nats)", scale="linear")
-        more = f" The {MOST_SERIES} fastest of {len(series)}." if len(series) > MOST_SERIES else ""
-        yield Picture(sentence, picture, f"{where}.{more}")
+        yield Picture(sentence, picture, f"{where}.{pictures.remark(series)}")
 
 
 def collectives(record: CollectivesRecord) -> Iterator[Block]:
