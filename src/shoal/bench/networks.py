@@ -27,6 +27,7 @@ from rich.table import Table
 
 from shoal.bench import record
 from shoal.bench.environments import check_names, python_of
+from shoal.bench.sensors import Watch
 from shoal.errors import InputError, counted
 from shoal.models.init import initialise
 from shoal.networks.description import Layer, Resolved, names, read
@@ -108,6 +109,9 @@ class Row:
     losses: list[float] = field(default_factory=list)  # of all steps, the warm-up included
     versions: dict[str, str] = field(default_factory=dict)
     layers: str = ""  # digest of the network
+    ended: float = 0.0  # the steps, in seconds since the epoch
+    peak_bytes: int = 0  # resident memory; 0 if the system does not tell it
+    sensors: dict[str, Any] = field(default_factory=dict)  # a column each, by second
 
     @property
     def median_s(self) -> float:
@@ -160,12 +164,15 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     hidden = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
     words = ["env", *hidden, *(f"{name}={cell.threads}" for name in names_of_threads), *command]
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
-        )
+        with Watch() as watch:
+            done = subprocess.run(
+                words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
+            )
     except subprocess.TimeoutExpired:
         return Row(cell, "failed", f"no end within {options.limit_s:g} s")
-    return parse(cell, done.stdout, done.stderr, done.returncode)
+    row = parse(cell, done.stdout, done.stderr, done.returncode)
+    row.sensors = watch.told(row.ended - row.total_s, row.ended, cell.batch * len(row.samples))
+    return row
 
 
 def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
@@ -192,6 +199,8 @@ def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
         samples=timed["samples"],
         total_s=timed["total_s"],
         losses=timed["losses"],
+        ended=timed.get("ended", 0.0),
+        peak_bytes=timed.get("peak_bytes", 0),
         versions={name: str(value) for name, value in built["versions"].items()},
     )
 

@@ -362,3 +362,89 @@ def gradsync(
 
     options = GridOptions(strategies, workers, networks, link, steps, global_batch_size, data, runs)
     return command(options, output, plot)
+
+
+@bench.command
+def report(
+    records: Annotated[tuple[Path, ...], Parameter(name="RECORD", negative=())],
+    /,
+    *,
+    output: Path | None = None,
+    csv: Path | None = None,
+) -> int:
+    """Write one self-contained HTML page, or a CSV file, from records of the other benchmarks.
+
+    Each picture stands below a sentence that is computed from the record. Rows whose times overlap from the
+    5th to the 95th percentile are not called different. Failed and rejected rows are listed with the reason.
+
+    Example: shoal bench report networks.json gradsync.json --output report.html
+
+    Parameters
+    ----------
+    records
+        JSON records of `shoal bench networks`, `gradsync` and `collectives`.
+    output
+        HTML file to write.
+    csv
+        CSV file to write: a line for each row, with median, p5 and p95.
+    """
+    with loading():
+        from shoal.bench.report import command
+
+    return command(records, output, csv)
+
+
+@bench.command
+def compare(
+    a: Annotated[Path, Parameter(name="A")],
+    b: Annotated[Path, Parameter(name="B")],
+    /,
+    *,
+    fail_above: float | None = None,
+) -> int:
+    """Compare two records row by row: faster, slower, or no difference beyond the noise.
+
+    The verdict comes from a 99 % bootstrap interval of the ratio of medians. Differences in machine, versions
+    and settings are printed as warnings.
+
+    Exit status: 0 done, 1 a row is slower than --fail-above, 2 bad input.
+
+    Example: shoal bench compare before.json after.json --fail-above 1.05
+
+    Parameters
+    ----------
+    a
+        Record to compare with.
+    b
+        Record that is judged.
+    fail_above
+        Exit with status 1 if the whole interval of a row's ratio is above this.
+    """
+    with loading():
+        from shoal.bench.compare import command
+
+    return command(a, b, fail_above)
+
+
+@bench.command(name="all")
+def tour(*, output: Path, minutes: float = 10.0) -> int:
+    """Benchmark this machine within a time limit: which framework, how many threads, which batch size.
+
+    Runs `networks` with the installed frameworks, `collectives` and a small `gradsync`, and writes their
+    records and report.html to a folder. What does not fit in the time is named. The same command continues.
+
+    Exit status: 0 done, 1 a stage failed, 2 bad input.
+
+    Example: shoal bench all --minutes 10 --output tour
+
+    Parameters
+    ----------
+    output
+        Folder for records, logs and report.html.
+    minutes
+        Time limit.
+    """
+    with loading():
+        from shoal.bench.tour import command
+
+    return command(output, minutes)

@@ -72,6 +72,15 @@ def place_of(cpu: int, folder: str = "/sys/devices/system/cpu") -> tuple[int, in
         return 0, cpu
 
 
+def peak_bytes(status: str = "/proc/self/status") -> int:
+    """Return the most resident memory of this process so far; 0 where the system does not tell it."""
+    try:
+        with open(status, encoding="utf-8", errors="replace") as file:
+            return next((1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM:")), 0)
+    except OSError:
+        return 0
+
+
 def main(name: str, job_file: str) -> int:
     """Run a job with the adapter of a name; return the exit status."""
     try:
@@ -94,7 +103,8 @@ def main(name: str, job_file: str) -> int:
         loss, norm = adapter.identity(batches[0])
         emit("identity", loss=loss, gradient_norm=norm)
         samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"])
-        emit("timed", samples=samples, total_s=total, losses=losses)
+        ended = time.time()
+        emit("timed", samples=samples, total_s=total, losses=losses, ended=ended, peak_bytes=peak_bytes())
     except Exception as error:
         emit("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()[-4000:])
         return 1
