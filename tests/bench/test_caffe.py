@@ -206,5 +206,5 @@ def test_numbers_and_fields_are_protobufs():
     ],
 )  # lines that Caffe 1.0 and an older one have printed
 def test_the_loss_is_read_from_the_line_of_an_iteration_alone(line, loss):
-    found = with_caffe._LOSS.search(line)
-    assert (float(found[1]) if found else None) == loss
+    found = with_caffe._LOSS.match(line)
+    assert (float(found[4]) if found else None) == loss

@@ -2,7 +2,7 @@
 
 Weights and samples reach it in one .caffemodel file, the samples as blobs of `Parameter` layers with learning
 rate 0: every build reads them, and data layers would need LMDB, LevelDB or HDF5. So each step trains on the
-batch of the first one. A step ends when the line of its iteration arrives. tuned: activations in place.
+batch of the first one. A step ends at the time of its line in the log. tuned: activations in place.
 
 Formats: caffe.proto, solver.cpp and net.cpp of BVLC Caffe 1.0.
 """
@@ -21,7 +21,7 @@ import numpy as np
 Layer = dict[str, Any]
 Batch = tuple[Any, Any]
 
-_LOSS = re.compile(r"\] Iteration \d+(?: \(.*\))?, loss = (\S+)")
+_LOSS = re.compile(r"I\d+ (\d\d):(\d\d):(\d\d\.\d+) .*\] Iteration \d+(?: \(.*\))?, loss = (\S+)")
 _NORM = re.compile(r"All net params \(data, diff\): .*L2 norm = \(\S+, (\S+)\)")
 _IN_PLACE_AFTER = (
     "linear",
@@ -45,6 +45,7 @@ class Adapter:
         self.names = (data, labels)
         self.net.add("SoftmaxWithLoss", (self.net.chain(layers, left, data), labels))
         self.child: subprocess.Popen[str] | None = None
+        self.now = 0.0  # of the last line with a loss
 
     def versions(self) -> dict[str, str]:
         program = self.job["program"]
@@ -74,7 +75,7 @@ class Adapter:
         loss, norm = _LOSS.search(log), _NORM.search(log)
         if loss is None or norm is None:
             raise RuntimeError("caffe train printed no loss, or no norm of the gradient")
-        return float(loss[1]), float(norm[1])
+        return float(loss[4]), float(norm[1])
 
     def step(self, batch: Batch) -> float:
         if self.child is None:
@@ -82,10 +83,18 @@ class Adapter:
         assert self.child.stderr is not None
         lines = []
         for line in self.child.stderr:
-            if found := _LOSS.search(line):
-                return float(found[1])
+            if found := _LOSS.match(line):
+                hours, minutes, seconds, loss = map(float, found.groups())
+                # In parts of a second that add up without rounding.
+                now = round((3600 * hours + 60 * minutes + seconds) * 2**20) / 2**20
+                self.now = now if now >= self.now else now + 86400  # after midnight
+                return loss
             lines.append(line)
         raise RuntimeError(last_words("".join(lines), self.child.wait()))
+
+    def clock(self) -> float:
+        """Return when the last loss was computed: Caffe does not wait until its lines are read."""
+        return self.now
 
     def wait(self) -> None:
         """Return at once: a line is printed when its loss is computed."""
@@ -136,7 +145,7 @@ class Adapter:
 def last_words(log: str, status: int) -> str:
     """Return the line of a failed check, or the last line."""
     lines = log.splitlines() or ["it printed nothing"]
-    fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), lines[-1])
+    fatal = next((line for line in lines if re.match(r"F\d+ ", line)), lines[-1])
     return f"caffe train ended with status {status}: {fatal}"
 
 
