@@ -252,9 +252,12 @@ def _cells(options: NetworksOptions) -> Iterable[Cell]:
     if options.cells:
         return options.cells
     threads = options.threads or (physical_cores(),)
-    axes = (options.networks, options.batch_sizes, options.frameworks, options.modes, threads)
-    words = ("network", "batch", "framework", "mode", "threads")
-    return (Cell(**dict(zip(words, one, strict=True))) for one in itertools.product(*axes))
+    axes = (options.networks, options.batch_sizes, options.frameworks, options.modes)
+    return (
+        Cell(network, framework, mode, batch, count)
+        for network, batch, framework, mode in itertools.product(*axes)
+        for count in threads
+    )
 
 
 def _job(resolved: Resolved, cell: Cell, options: NetworksOptions) -> dict[str, Any]:
