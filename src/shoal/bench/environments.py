@@ -32,7 +32,12 @@ class Environment:
 
 
 ENVIRONMENTS = {"jax": Environment(("jax==0.10.2", "numpy==2.4.6"), 623)}
-FRAMEWORKS = ("pytorch", *ENVIRONMENTS)
+# Frameworks that the user has built or installed: nothing here can install them.
+GIVEN = {
+    "caffe": "no program caffe is on PATH: build BVLC Caffe 1.0, or name its program: --python caffe=PATH",
+    "cntk": "CNTK 2.7, the last one, runs with Python 3.6: name one that has it with --python cntk=PATH",
+}
+FRAMEWORKS = ("pytorch", *ENVIRONMENTS, *GIVEN)
 
 
 def check_names(names: tuple[str, ...]) -> None:
@@ -43,13 +48,21 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def python_of(framework: str, given: Mapping[str, str]) -> str | None:
-    """Return the Python that has a framework: the one given, the one installed, or None."""
+    """Return the Python that has a framework, or Caffe's program: the one given or installed, or None."""
     if framework in given:
         return given[framework]
+    if framework in GIVEN:
+        return shutil.which("caffe") if framework == "caffe" else None
     if framework not in ENVIRONMENTS:
         return sys.executable
     folder = FOLDER / framework
     return str(folder / "bin" / "python") if (folder / _READY).exists() else None
+
+
+def how_to_get(framework: str) -> str:
+    """Say what is missing, and what to do."""
+    hint = f"shoal bench frameworks --install {framework}, or --python {framework}=PATH"
+    return GIVEN.get(framework, f"{framework} is not installed: {hint}")
 
 
 def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
@@ -57,6 +70,8 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
     check_names((*install, *uninstall))
     console = Console()
     for name in (*install, *uninstall):
+        if name in GIVEN:
+            raise InputError(f"{name} cannot be installed here", hint=GIVEN[name])
         if name not in ENVIRONMENTS:
             raise InputError(
                 f"{name} runs in Shoal's own environment", hint="nothing is to be installed or removed"
@@ -73,6 +88,8 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
         table.add_row(
             name, " ".join(one.packages), f"{one.size_mb} MB", "yes" if python_of(name, {}) else "no"
         )
+    for name in GIVEN:
+        table.add_row(name, "your own", "", "named with --python" if python_of(name, {}) is None else "yes")
     console.print(table)
     return 0
 

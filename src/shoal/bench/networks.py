@@ -6,6 +6,7 @@ the same weights and samples are compared with PyTorch's, and a row that differs
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -26,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.bench import record
-from shoal.bench.environments import check_names, python_of
+from shoal.bench.environments import check_names, how_to_get, python_of
 from shoal.bench.sensors import Watch
 from shoal.errors import InputError, counted
 from shoal.models.init import initialise
@@ -50,7 +51,7 @@ _LAST_WORDS = 300  # of an error, in characters
 
 @dataclass(frozen=True)
 class NetworksOptions:
-    """What is measured; a row for each combination."""
+    """What is measured; a row for each combination, or for each of `cells`."""
 
     networks: tuple[str, ...]
     frameworks: tuple[str, ...] = (_REFERENCE,)
@@ -62,6 +63,7 @@ class NetworksOptions:
     limit_s: float = 600.0  # for a row
     pythons: Mapping[str, str] = field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
+    cells: tuple[Cell, ...] = ()  # those of a network and batch size together
 
     def check(self) -> None:
         """Raise an InputError for what cannot be measured."""
@@ -155,9 +157,10 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     """Run a cell in a process of its own; return what it measured, or why there is nothing."""
     python = python_of(cell.framework, options.pythons)
     if python is None:
-        hint = f"shoal bench frameworks --install {cell.framework}, or --python {cell.framework}=PATH"
-        return Row(cell, "failed", f"{cell.framework} is not installed: {hint}")
-    write_json(folder / "job.json", job)
+        return Row(cell, "failed", how_to_get(cell.framework))
+    write_json(folder / "job.json", {**job, "program": python})
+    if cell.framework == "caffe":  # has no Python: this one drives the program
+        python = sys.executable
     command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     # On the CPU no GPU: a framework that takes one by itself would be compared with others that do not.
@@ -235,30 +238,36 @@ def _problem(row: Row, resolved: Resolved, reference: Row | None, steps: int) ->
 def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row], None]) -> None:
     """Measure each cell that has no row yet; `keep` gets each new one."""
     known = {row.cell: row for row in rows if row.status == "done"}
-    threads = options.threads or (physical_cores(),)
-    for network in options.networks:
+    for (network, batch), cells in itertools.groupby(
+        _cells(options), lambda cell: (cell.network, cell.batch)
+    ):
         resolved = read(network).resolve()
-        for batch in options.batch_sizes:
-            with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-                files = write_inputs(resolved, batch, Path(folder))
-                reference: Row | None = None
-                for cell in _cells(options, network, batch, threads):
-                    if cell not in known or known[cell].layers != resolved.digest:
-                        job = {**files, **_job(resolved, cell, options)}
-                        found = run_adapter(cell, job, options, Path(folder))
-                        found.layers = resolved.digest
-                        known[cell] = judged(found, resolved, reference, options.steps)
-                        keep(known[cell])
-                    if (cell.framework, known[cell].status) == (_REFERENCE, "done"):
-                        reference = reference or known[cell]
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+            files = write_inputs(resolved, batch, Path(folder))
+            reference: Row | None = None
+            # PyTorch first, which the others are compared with.
+            for cell in sorted(cells, key=lambda cell: cell.framework != _REFERENCE):
+                if cell not in known or known[cell].layers != resolved.digest:
+                    job = {**files, **_job(resolved, cell, options)}
+                    found = run_adapter(cell, job, options, Path(folder))
+                    found.layers = resolved.digest
+                    known[cell] = judged(found, resolved, reference, options.steps)
+                    keep(known[cell])
+                if (cell.framework, known[cell].status) == (_REFERENCE, "done"):
+                    reference = reference or known[cell]
 
 
-def _cells(options: NetworksOptions, network: str, batch: int, threads: Sequence[int]) -> Iterable[Cell]:
-    """Yield the cells of a network and batch, PyTorch first, which the others are compared with."""
-    for framework in sorted(options.frameworks, key=lambda name: name != _REFERENCE):
-        for mode in options.modes:
-            for count in threads:
-                yield Cell(network, framework, mode, batch, count)
+def _cells(options: NetworksOptions) -> Iterable[Cell]:
+    """Yield the cells, those of a network and batch size together."""
+    if options.cells:
+        return options.cells
+    threads = options.threads or (physical_cores(),)
+    axes = (options.networks, options.batch_sizes, options.frameworks, options.modes)
+    return (
+        Cell(network, framework, mode, batch, count)
+        for network, batch, framework, mode in itertools.product(*axes)
+        for count in threads
+    )
 
 
 def _job(resolved: Resolved, cell: Cell, options: NetworksOptions) -> dict[str, Any]:

@@ -193,6 +193,7 @@ def networks(
     limit: float = 600.0,
     device: Literal["cpu", "cuda"] = "cpu",
     python: tuple[str, ...] = (),
+    config: Path | None = None,
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
 ) -> int:
@@ -213,7 +214,8 @@ def networks(
     names
         Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
     frameworks
-        Frameworks: pytorch, jax (install it with `shoal bench frameworks`).
+        Frameworks: pytorch, jax (install it with `shoal bench frameworks`), caffe, cntk (name them with
+        --python).
     modes
         default: the framework's default settings. tuned: with its compiler.
     batch_sizes
@@ -229,7 +231,10 @@ def networks(
     device
         cuda: on a GPU, in PyTorch and JAX only.
     python
-        Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal).
+        Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal). For
+        Caffe: its program.
+    config
+        Configuration of dlbench (.config) to take networks, tools, batch sizes and threads from.
     output
         JSON file for all samples with machine and versions, updated after each row. The same command
         continues it.
@@ -239,11 +244,15 @@ def networks(
     with loading():
         from shoal.bench.networks import NetworksOptions, command
 
-    given = names or ("fcn-r", "alexnet-r", "resnet-56", "lstm")
+    given = names or (() if config else ("fcn-r", "alexnet-r", "resnet-56", "lstm"))
     pythons = dict(pair.partition("=")[::2] for pair in python)
     options = NetworksOptions(
         given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons, device
     )
+    if config is not None:
+        from shoal.bench.legacy import configured
+
+        options = configured(options, config)
     return command(options, output, listing=listing)
 
 

@@ -2,7 +2,7 @@
 
 This folder is run by other Pythons than Shoal's: nothing here imports Shoal, and an adapter imports its
 framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`, `identity`, `timed`, or
-`error`.
+`error`. This file also runs with Python 3.6: annotations with brackets are in quotes.
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
@@ -18,9 +18,8 @@ cross-entropy, and SGD with momentum. Its methods:
     step(batch)          trains on a batch, and returns the loss where the framework has it, without waiting
     wait()               returns when all that was asked for is computed
     read(loss)           a loss of `step` as a float
+    clock()              seconds; only where steps run in another process, which tells when they end
 """
-
-from __future__ import annotations
 
 import importlib
 import json
@@ -30,8 +29,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Clock = Callable[[], float]
-
 
 def emit(event: str, **facts: Any) -> None:
     """Print one event."""
@@ -39,8 +36,12 @@ def emit(event: str, **facts: Any) -> None:
 
 
 def timed(
-    adapter: Any, batches: Sequence[Any], warmup: int, steps: int, clock: Clock = time.perf_counter
-) -> tuple[list[float], float, list[float]]:
+    adapter: Any,
+    batches: "Sequence[Any]",
+    warmup: int,
+    steps: int,
+    clock: "Callable[[], float]" = time.perf_counter,
+) -> "tuple[list[float], float, list[float]]":
     """Return the seconds of each step after a warm-up, those of all together, and the losses.
 
     The total ends when the last loss is read: an adapter that does not wait for its device has short steps
@@ -62,7 +63,7 @@ def timed(
     return samples, total, [loss if isinstance(loss, float) else adapter.read(loss) for loss in losses]
 
 
-def place_of(cpu: int, folder: str = "/sys/devices/system/cpu") -> tuple[int, int]:
+def place_of(cpu: int, folder: str = "/sys/devices/system/cpu") -> "tuple[int, int]":
     """Return what orders logical CPUs so that the first ones are on cores of their own."""
     try:
         with open(f"{folder}/cpu{cpu}/topology/thread_siblings_list", encoding="ascii") as file:
@@ -102,7 +103,8 @@ def main(name: str, job_file: str) -> int:
         ]
         loss, norm = adapter.identity(batches[0])
         emit("identity", loss=loss, gradient_norm=norm)
-        samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"])
+        clock = getattr(adapter, "clock", time.perf_counter)
+        samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"], clock)
         ended = time.time()
         emit("timed", samples=samples, total_s=total, losses=losses, ended=ended, peak_bytes=peak_bytes())
     except Exception as error:
