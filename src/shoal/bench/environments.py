@@ -31,7 +31,12 @@ class Environment:
     size_mb: int
 
 
-ENVIRONMENTS = {"jax": Environment(("jax==0.10.2", "numpy==2.4.6"), 623)}
+ENVIRONMENTS = {
+    "jax": Environment(("jax==0.10.2", "numpy==2.4.6"), 623),
+    "tensorflow": Environment(("tensorflow-cpu==2.21.0", "keras", "numpy"), 1500),
+    "paddle": Environment(("paddlepaddle==3.3.1", "numpy"), 1500),
+    "mxnet": Environment(("mxnet==1.9.1", "numpy==1.23.5"), 400),
+}
 FRAMEWORKS = ("pytorch", *ENVIRONMENTS)
 
 

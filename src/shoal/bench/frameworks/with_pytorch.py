@@ -6,29 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 Layer = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
 
 
 class Adapter:
-    """A plain module and torch.optim.SGD on the CPU."""
+    """A plain module and torch.optim.SGD on the CPU; a process for each worker."""
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
-        torch.set_num_threads(job["threads"])
-        tuned = job["mode"] == "tuned"
+        self.workers, tuned = job["workers"], job["mode"] == "tuned"
+        torch.set_num_threads(job["threads"] // self.workers)
         self.tokens = job["network"]["is_tokens"]
         self.module = nn.Sequential(*map(build, job["network"]["layers"]))
         for (name, array), parameter in zip(weights.items(), self.module.parameters(), strict=True):
             with torch.no_grad():
                 assert tuple(parameter.shape) == array.shape, (name, parameter.shape, array.shape)
                 parameter.copy_(torch.from_numpy(array))
+        self.network: nn.Module = self.module
+        if self.workers > 1:
+            place = f"tcp://127.0.0.1:{job['ports'][0]}"
+            distributed.init_process_group("gloo", place, rank=job["rank"], world_size=self.workers)
+            self.network = DistributedDataParallel(self.module)
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=job["lr"], momentum=job["momentum"])
         self.loss = torch.compile(self._loss) if tuned else self._loss
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "build": torch.__config__.show()}
+
+    def mechanism(self) -> str:
+        return f"DistributedDataParallel over gloo, {self.workers} processes"
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
@@ -38,25 +47,31 @@ class Adapter:
         return (x.long() if self.tokens else x), y
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
+        return nn.functional.cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
 
     def identity(self, batch: Batch) -> tuple[float, float]:
-        loss = self.loss(*batch)  # what is timed
-        gradients = torch.autograd.grad(loss, list(self.module.parameters()))
-        return loss.item(), torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        loss = self._backward(batch)
+        norms = [weight.grad.norm() for weight in self.module.parameters() if weight.grad is not None]
+        return self.read(loss), torch.stack(norms).norm().item()
+
+    def _backward(self, batch: Batch) -> Tensor:
+        self.optimiser.zero_grad(set_to_none=True)
+        loss: Tensor = self.loss(*batch)
+        loss.backward()
+        return loss.detach()
 
     def step(self, batch: Batch) -> Tensor:
-        self.optimiser.zero_grad(set_to_none=True)
-        loss = self.loss(*batch)
-        loss.backward()
+        loss = self._backward(batch)
         self.optimiser.step()
-        return loss.detach()
+        return loss
 
     def wait(self) -> None:
         """Return at once: on a CPU, a step returns when it is computed."""
 
     def read(self, loss: Tensor) -> float:
-        return loss.item()
+        if self.workers > 1:
+            distributed.all_reduce(loss)
+        return loss.item() / self.workers
 
 
 class Residual(nn.Module):
