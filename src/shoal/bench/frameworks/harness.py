@@ -10,17 +10,19 @@ or tuned), `warmup`, `steps`, `lr`, `momentum`; `workers`, which share batch and
 (1, or one for each worker), `ports` (free ones, one for each process) and `rank` (of this process).
 
 An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean
-cross-entropy, and SGD with momentum. With several workers it is the framework's own data parallelism: each
-worker takes its part of a batch, in the order of the samples, and normalises by that part alone. Its methods:
+cross-entropy, and SGD with momentum. With several workers it is the framework's own data parallelism, named
+in `mechanism`: each worker takes its part of a batch, in the order of the samples, and normalises by that
+part alone. Its methods:
 
     versions()           versions of the framework and of the libraries that compute for it
-    mechanism()          how several workers agree on a step
     num_parameters()     trainable numbers, counted by the framework
     put(inputs, targets) this process's part of a batch, where the framework computes
-    identity(batch)      mean loss of a batch over all workers, norm of its gradient; changes no weight
+    identity(batch)      loss of this process's part of a batch, norm of the gradient of all parts; changes no
+                         weight
     step(batch)          trains on a batch, and returns the loss where the framework has it, without waiting
     wait()               returns when all that was asked for is computed
-    read(loss)           a loss of `step` as a float, the mean over all workers
+    read(loss)           a loss of `step` as a float, the mean over the workers of this process
+    mean(losses)         means over all processes; called only where there are several
 """
 
 from __future__ import annotations
@@ -94,16 +96,18 @@ def main(name: str, job_file: str, rank: str = "0") -> int:
         weights = dict(np.load(job["weights"], allow_pickle=False))
         data = np.load(job["data"], allow_pickle=False)
         adapter = importlib.import_module(f"with_{name}").Adapter(job, weights)
-        mechanism = adapter.mechanism() if job["workers"] > 1 else ""
+        mechanism = adapter.mechanism if job["workers"] > 1 else ""
         emit("built", parameters=adapter.num_parameters(), versions=adapter.versions(), mechanism=mechanism)
         inputs, targets, share = data["inputs"], data["targets"], job["batch"] // job["processes"]
         batches = [
             adapter.put(inputs[first : first + share], targets[first : first + share])
             for first in range(job["rank"] * share, len(inputs), job["batch"])
         ]
+        mean = adapter.mean if job["processes"] > 1 else list
         loss, norm = adapter.identity(batches[0])
-        emit("identity", loss=loss, gradient_norm=norm)
+        emit("identity", loss=mean([loss])[0], gradient_norm=norm)
         samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"])
+        losses = mean(losses)
         emit("timed", samples=samples, total_s=total, losses=losses)
     except Exception as error:
         emit("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()[-4000:])

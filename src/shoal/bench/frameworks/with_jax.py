@@ -19,6 +19,8 @@ Layer = dict[str, Any]
 class Adapter:
     """Pure functions of a list of weights; with several workers, a device of the host for each."""
 
+    mechanism = "shard_map over devices of the host"
+
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         self.workers, tuned = job["workers"], job["mode"] == "tuned"
         jax.config.update("jax_num_cpu_devices", self.workers)
@@ -53,9 +55,6 @@ class Adapter:
 
     def versions(self) -> dict[str, str]:
         return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": jax.default_backend()}
-
-    def mechanism(self) -> str:
-        return f"shard_map over {self.workers} devices of the host"
 
     def num_parameters(self) -> int:
         return sum(weight.size for weight in self.weights)

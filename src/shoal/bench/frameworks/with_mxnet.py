@@ -19,9 +19,14 @@ Batch = list[tuple[Array, Array]]  # of each worker
 class Adapter:
     """A block and a trainer; with several workers, a context for each, joined by a KVStore."""
 
+    mechanism = "KVStore device over CPU contexts"
+
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         self.contexts = [mx.cpu(number) for number in range(job["workers"])]
-        self.network, self.loss = chain(map(build, job["network"]["layers"])), gluon.loss.SoftmaxCrossEntropyLoss()
+        self.network, self.loss = (
+            chain(map(build, job["network"]["layers"])),
+            gluon.loss.SoftmaxCrossEntropyLoss(),
+        )
         self.network.initialize(ctx=self.contexts)
         held = self.network.collect_params().values()
         self.parameters = [parameter for parameter in held if parameter.grad_req != "null"]
@@ -42,9 +47,6 @@ class Adapter:
             library.openblas_get_config.restype = ctypes.c_char_p
             told["OpenBLAS"] = library.openblas_get_config().decode()
         return told
-
-    def mechanism(self) -> str:
-        return f"KVStore device over {len(self.contexts)} CPU contexts"
 
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
@@ -111,9 +113,7 @@ def build(layer: Layer) -> nn.HybridBlock:
         window = {"strides": s["stride"], "padding": s["padding"]}
     makers: dict[str, Callable[[], nn.HybridBlock]] = {
         "linear": lambda: nn.Dense(s["out"], use_bias=s["bias"], flatten=False, in_units=before[-1]),
-        "conv": lambda: nn.Conv2D(
-            s["out"], s["kernel"], **window, use_bias=s["bias"], in_channels=before[0]
-        ),
+        "conv": lambda: nn.Conv2D(s["out"], s["kernel"], **window, use_bias=s["bias"], in_channels=before[0]),
         "batch_norm": lambda: nn.BatchNorm(1, 1 - s["momentum"], s["eps"], in_channels=before[0]),
         "max_pool": lambda: nn.MaxPool2D(s["kernel"], **window, ceil_mode=s["ceil"]),
         "avg_pool": lambda: nn.AvgPool2D(s["kernel"], **window, ceil_mode=s["ceil"], count_include_pad=False),

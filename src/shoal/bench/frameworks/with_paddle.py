@@ -1,4 +1,4 @@
-"""PaddlePaddle, dynamic or (mode tuned) with the network and its loss as a static graph (paddle.jit.to_static)."""
+"""PaddlePaddle, dynamic or (mode tuned) as a static graph, made by paddle.jit.to_static."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Batch = tuple[Tensor, Tensor]
 class Adapter:
     """A layer that returns the loss, and paddle.optimizer.Momentum on the CPU; a process for each worker."""
 
+    mechanism = "DataParallel over gloo"
+
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         paddle.set_device("cpu")
         paddle.base.core.set_num_threads(job["threads"] // job["workers"])
@@ -37,7 +39,9 @@ class Adapter:
             parameter.set_value(array)
         self.parameters = [parameter for _, parameter in held]
         self.optimiser = paddle.optimizer.Momentum(job["lr"], job["momentum"], self.parameters)
-        self.loss = paddle.jit.to_static(self.model, full_graph=True) if job["mode"] == "tuned" else self.model
+        self.loss = (
+            paddle.jit.to_static(self.model, full_graph=True) if job["mode"] == "tuned" else self.model
+        )
         if self.workers > 1:
             places = [f"127.0.0.1:{port}" for port in job["ports"]]
             os.environ |= {
@@ -61,9 +65,6 @@ class Adapter:
             version = found().contents
             told["oneDNN"] = f"{version.major}.{version.minor}.{version.patch}"
         return told
-
-    def mechanism(self) -> str:
-        return f"DataParallel over gloo, {self.workers} processes"
 
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
@@ -90,9 +91,12 @@ class Adapter:
         """Return at once: on a CPU, a step returns when it is computed."""
 
     def read(self, loss: Tensor) -> float:
-        if self.workers > 1:
-            paddle.distributed.all_reduce(loss)
-        return float(loss) / self.workers
+        return float(loss)
+
+    def mean(self, losses: list[float]) -> list[float]:
+        total = paddle.to_tensor(losses, dtype="float64")
+        paddle.distributed.all_reduce(total)
+        return [float(loss) / self.workers for loss in total]
 
 
 class Model(nn.Layer):
@@ -137,7 +141,12 @@ def build(layer: Layer) -> nn.Layer:
     makers: dict[str, Callable[[], nn.Layer]] = {
         "linear": lambda: nn.Linear(before[-1], s["out"], bias_attr=None if s["bias"] else False),
         "conv": lambda: nn.Conv2D(
-            before[0], s["out"], s["kernel"], s["stride"], s["padding"], bias_attr=None if s["bias"] else False
+            before[0],
+            s["out"],
+            s["kernel"],
+            s["stride"],
+            s["padding"],
+            bias_attr=None if s["bias"] else False,
         ),
         "batch_norm": lambda: nn.BatchNorm2D(before[0], 1 - s["momentum"], s["eps"]),
         "max_pool": lambda: nn.MaxPool2D(s["kernel"], s["stride"], s["padding"], ceil_mode=s["ceil"]),

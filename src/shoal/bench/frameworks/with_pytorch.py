@@ -16,6 +16,8 @@ Batch = tuple[Tensor, Tensor]
 class Adapter:
     """A plain module and torch.optim.SGD on the CPU; a process for each worker."""
 
+    mechanism = "DistributedDataParallel over gloo"
+
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         self.workers, tuned = job["workers"], job["mode"] == "tuned"
         torch.set_num_threads(job["threads"] // self.workers)
@@ -35,9 +37,6 @@ class Adapter:
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "build": torch.__config__.show()}
-
-    def mechanism(self) -> str:
-        return f"DistributedDataParallel over gloo, {self.workers} processes"
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
@@ -69,9 +68,12 @@ class Adapter:
         """Return at once: on a CPU, a step returns when it is computed."""
 
     def read(self, loss: Tensor) -> float:
-        if self.workers > 1:
-            distributed.all_reduce(loss)
-        return loss.item() / self.workers
+        return loss.item()
+
+    def mean(self, losses: list[float]) -> list[float]:
+        total = torch.tensor(losses, dtype=torch.float64)
+        distributed.all_reduce(total)
+        return [loss / self.workers for loss in total.tolist()]
 
 
 class Residual(nn.Module):

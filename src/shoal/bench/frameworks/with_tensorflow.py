@@ -18,15 +18,21 @@ Layer = dict[str, Any]
 class Adapter:
     """Variables, and functions of them; with several workers, a logical CPU device for each."""
 
+    mechanism = "MirroredStrategy over logical CPU devices"
+
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
         self.workers, tuned = job["workers"], job["mode"] == "tuned"
         tf.config.threading.set_intra_op_parallelism_threads(job["threads"])
         cpu, devices = tf.config.list_physical_devices("CPU")[0], [f"CPU:{n}" for n in range(self.workers)]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * self.workers)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * self.workers
+        )
         several = self.workers > 1
         self.strategy = tf.distribute.MirroredStrategy(devices) if several else tf.distribute.get_strategy()
         with self.strategy.scope():
-            self.weights = [tf.Variable(w.transpose(2, 3, 1, 0) if w.ndim == 4 else w) for w in weights.values()]
+            self.weights = [
+                tf.Variable(w.transpose(2, 3, 1, 0) if w.ndim == 4 else w) for w in weights.values()
+            ]
             self.velocity = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in self.weights]
         layers, lr, momentum = job["network"]["layers"], job["lr"], job["momentum"]
 
@@ -41,7 +47,9 @@ class Adapter:
                 strategy.extended.update(velocity, lambda v, g: v.assign(momentum * v + g), (gradient,))
                 strategy.extended.update(weight, lambda w, v: w.assign_sub(lr * v), (velocity,))
 
-        compiled = tf.function(gradients, autograph=False, jit_compile=True) if tuned and several else gradients
+        compiled = (
+            tf.function(gradients, autograph=False, jit_compile=True) if tuned and several else gradients
+        )
 
         def worker(inputs: Tensor, targets: Tensor, train: bool) -> tuple[Tensor, list[Tensor]]:
             loss, found = compiled(inputs, targets)
@@ -53,16 +61,15 @@ class Adapter:
 
         def run(batch: tuple[Tensor, Tensor], train: bool) -> tuple[Tensor, list[Tensor]]:
             loss, found = self.strategy.run(worker, (*batch, train))
-            return self.strategy.reduce("MEAN", loss, axis=None), self.strategy.experimental_local_results(found)[0]
+            return self.strategy.reduce("MEAN", loss, axis=None), self.strategy.experimental_local_results(
+                found
+            )[0]
 
         self._run = tf.function(run, autograph=False, jit_compile=tuned and not several)
 
     def versions(self) -> dict[str, str]:
         build = {name: str(value) for name, value in tf.sysconfig.get_build_info().items()}
         return {"tensorflow": tf.__version__, "build": str(build)}
-
-    def mechanism(self) -> str:
-        return f"MirroredStrategy over {self.workers} logical CPU devices"
 
     def num_parameters(self) -> int:
         return sum(math.prod(weight.shape) for weight in self.weights)
