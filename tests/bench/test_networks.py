@@ -12,6 +12,7 @@ import torch
 from shoal.bench import environments, networks
 from shoal.bench.frameworks import harness, with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
+from shoal.bench.samples import draw
 from shoal.errors import InputError, ShoalError
 from shoal.networks.description import names, read
 from shoal.networks.modules import Network
@@ -139,7 +140,7 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     (one,) = rows
     assert one.status == "done", one.reason
     resolved = read(tiny.networks[0]).resolve()
-    files = networks.write_inputs(resolved, 4, tmp_path)
+    files = networks.write_inputs(resolved, draw(tiny.networks[0], None, 4, 4), tmp_path)
     weights, data = (dict(np.load(files[name])) for name in ("weights", "data"))
     network = Network(resolved)
     network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
@@ -293,6 +294,7 @@ def test_the_list_names_each_network_with_its_size(capsys):
         ({"pythons": {"jax": ""}}, "--python jax names no Python"),
         ({"modes": ("fast",)}, "unknown mode 'fast'"),
         ({"batch_sizes": (0,)}, "must be above 0"),
+        ({"workers": (0,)}, "must be above 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_first_row(tiny, changed, message):

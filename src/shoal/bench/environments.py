@@ -20,7 +20,7 @@ from rich.table import Table
 from shoal.errors import InputError, ShoalError, nearest
 
 FOLDER = Path.home() / ".cache" / "shoal" / "frameworks"
-_READY = "ready"  # is there once all is installed
+_READY = "ready"  # the packages that are installed; is there once all are
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,19 @@ class Environment:
 
     packages: tuple[str, ...]
     size_mb: int
+    newest_python: tuple[int, int] | None = None  # for which there are packages
+
+    @property
+    def pins(self) -> str:
+        return " ".join(self.packages)
 
 
-ENVIRONMENTS = {"jax": Environment(("jax==0.10.2", "numpy==2.4.6"), 623)}
+ENVIRONMENTS = {
+    "jax": Environment(("jax==0.10.2", "numpy==2.4.6"), 623),
+    "tensorflow": Environment(("tensorflow-cpu==2.21.0", "numpy==2.4.6"), 1544),
+    "paddle": Environment(("paddlepaddle==3.3.1", "numpy==2.4.6"), 868),
+    "mxnet": Environment(("mxnet==1.9.1", "numpy==1.23.5"), 296, (3, 11)),
+}
 # Frameworks that the user has built or installed: nothing here can install them.
 GIVEN = {
     "caffe": "no program caffe is on PATH: build BVLC Caffe 1.0, or name its program: --python caffe=PATH",
@@ -55,8 +65,15 @@ def python_of(framework: str, given: Mapping[str, str]) -> str | None:
         return shutil.which("caffe") if framework == "caffe" else None
     if framework not in ENVIRONMENTS:
         return sys.executable
-    folder = FOLDER / framework
-    return str(folder / "bin" / "python") if (folder / _READY).exists() else None
+    return str(FOLDER / framework / "bin" / "python") if _has(framework) == "yes" else None
+
+
+def _has(framework: str) -> str:
+    """Say whether a framework is installed, with the versions of today."""
+    mark = FOLDER / framework / _READY
+    if not mark.exists():
+        return "no"
+    return "yes" if mark.read_text() == ENVIRONMENTS[framework].pins else "other versions"
 
 
 def how_to_get(framework: str) -> str:
@@ -85,9 +102,7 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
         table.add_column(heading, justify="right" if heading == "size" else "left")
     table.add_row("pytorch", "with Shoal", "", "yes")
     for name, one in ENVIRONMENTS.items():
-        table.add_row(
-            name, " ".join(one.packages), f"{one.size_mb} MB", "yes" if python_of(name, {}) else "no"
-        )
+        table.add_row(name, one.pins, f"{one.size_mb:,} MB", _has(name))
     for name in GIVEN:
         table.add_row(name, "your own", "", "named with --python" if python_of(name, {}) is None else "yes")
     console.print(table)
@@ -96,12 +111,18 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
 
 def _install(name: str, console: Console) -> None:
     folder, one = FOLDER / name, ENVIRONMENTS[name]
-    if (folder / _READY).exists():
+    if _has(name) == "yes":
         console.print(f"{name} is installed in {folder}")
         return
+    if one.newest_python and sys.version_info[:2] > one.newest_python:
+        newest = ".".join(map(str, one.newest_python))
+        raise InputError(
+            f"{name} has no packages for Python {sys.version.split()[0]}, the newest is {newest}",
+            hint=f"install it into a Python {newest} yourself: --python {name}=PATH",
+        )
     FOLDER.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(FOLDER).free / 1e6
-    console.print(f"{name}: {' '.join(one.packages)}, some {one.size_mb} MB in {folder}")
+    console.print(f"{name}: {one.pins}, some {one.size_mb} MB in {folder}")
     if free < 2 * one.size_mb:  # pip's downloads need room, too
         raise InputError(
             f"{free:,.0f} MB are free in {FOLDER}, and {name} needs {2 * one.size_mb:,}", hint="make room"
@@ -114,4 +135,4 @@ def _install(name: str, console: Console) -> None:
         raise ShoalError(
             f"pip could not install {name}: {done.stderr.strip()[-500:]}", hint="see above, and try again"
         )
-    (folder / _READY).touch()
+    (folder / _READY).write_text(one.pins)

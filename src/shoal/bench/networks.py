@@ -1,18 +1,25 @@
 """`shoal bench networks`: seconds a mini-batch, in frameworks that are shown to compute the same.
 
-Each row is a process of its own, in the Python that has the framework. Parameters, loss and gradient norm on
-the same weights and samples are compared with PyTorch's, and a row that differs is rejected.
+Each row has processes of its own, in the Python that has the framework. Parameters, loss and gradient norm on
+the same weights and samples are compared with PyTorch's, and a row that differs is rejected. On the samples
+of a dataset the losses of all steps are compared, too.
+
+Several workers share a batch and the threads of a row. Batch normalisation sees a worker's samples alone, so
+that a network with it is compared with PyTorch's row of as many workers, others with that of one worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,14 +27,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shoal.bench import record
-from shoal.bench.environments import check_names, how_to_get, python_of
+from shoal.bench.environments import GIVEN, check_names, how_to_get, python_of
+from shoal.bench.samples import SEED, Arrays, draw, open_task, resolve
 from shoal.bench.sensors import Watch
 from shoal.errors import InputError, counted
 from shoal.models.init import initialise
@@ -44,9 +51,9 @@ _RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.
 _REFERENCE = "pytorch"
 _AGREE = 1e-3  # relative, of loss and gradient norm
 _CLOCKS, _SLACK_S = 0.05, 1e-3  # a part, and seconds, by which samples may fall short of the total
-_BATCHES = 4  # different ones that take turns
-_SEED = 1234
 _LAST_WORDS = 300  # of an error, in characters
+_PROCESSES = ("pytorch", "paddle")  # a process for each worker; elsewhere one process has all of them
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class NetworksOptions:
     pythons: Mapping[str, str] = field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
     cells: tuple[Cell, ...] = ()  # those of a network and batch size together
+    workers: tuple[int, ...] = (1,)
+    data: Path | None = None  # a dataset; None: random samples
 
     def check(self) -> None:
         """Raise an InputError for what cannot be measured."""
@@ -71,13 +80,15 @@ class NetworksOptions:
         for mode in self.modes:
             if mode not in MODES:
                 raise InputError(f"unknown mode {mode!r}", hint=f"use {' or '.join(MODES)}")
-        if min(self.steps, self.warmup, *self.batch_sizes, *self.threads) < 1 or self.limit_s <= 0:
-            raise InputError("steps, warm-up, batch sizes, threads and the limit must be above 0")
+        if min(self.steps, self.warmup, *self.batch_sizes, *self.threads, *self.workers, self.limit_s) <= 0:
+            raise InputError("steps, warm-up, batch sizes, threads, workers and the limit must be above 0")
         for name in self.frameworks if self.device == "cuda" else ():
             if name not in ON_GPU:
                 raise InputError(f"{name} was not tried on a GPU", hint=f"use {' or '.join(ON_GPU)}")
         for name in (name for name, path in self.pythons.items() if not path):
             raise InputError(f"--python {name} names no Python", hint=f"use --python {name}=PATH")
+        for network in self.networks:
+            resolve(network, self.data)
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,24 @@ class Cell:
     framework: str
     mode: str
     batch: int
-    threads: int
+    threads: int  # of all workers together
+    workers: int = 1
 
     @property
     def name(self) -> str:
-        threads = counted(self.threads, "thread")
-        return f"{self.network} {self.framework} {self.mode} batch {self.batch}, {threads}"
+        words = [counted(self.threads, "thread")]
+        words += [counted(self.workers, "worker")] if self.workers > 1 else []
+        return f"{self.network} {self.framework} {self.mode} batch {self.batch}, {', '.join(words)}"
+
+    @property
+    def impossible(self) -> str:
+        """Say why there is no such row; empty where there is one."""
+        for count, unit in ((self.batch, "sample"), (self.threads, "thread")):
+            if count % self.workers:
+                return f"{self.workers} workers cannot share {counted(count, unit)} evenly"
+        if self.workers > 1 and self.framework in GIVEN:
+            return "its adapter has no data parallelism on a CPU"
+        return ""
 
 
 @dataclass
@@ -101,7 +124,7 @@ class Row:
     """What came of a cell."""
 
     cell: Cell
-    status: Literal["done", "rejected", "failed"]
+    status: Literal["done", "rejected", "failed", "left out"]
     reason: str = ""
     parameters: int = 0
     loss: float = 0.0
@@ -111,6 +134,7 @@ class Row:
     losses: list[float] = field(default_factory=list)  # of all steps, the warm-up included
     versions: dict[str, str] = field(default_factory=dict)
     layers: str = ""  # digest of the network
+    mechanism: str = ""  # by which several workers agree
     ended: float = 0.0  # the steps, in seconds since the epoch
     peak_bytes: int = 0  # resident memory; 0 if the system does not tell it
     sensors: dict[str, Any] = field(default_factory=dict)  # a column each, by second
@@ -132,32 +156,26 @@ def as_json(layer: Layer) -> dict[str, Any]:
     }
 
 
-def write_inputs(resolved: Resolved, batch: int, folder: Path) -> dict[str, str]:
-    """Write initial weights, in PyTorch's layout, and random samples; return their files."""
+def write_inputs(resolved: Resolved, samples: Arrays, folder: Path) -> dict[str, str]:
+    """Write initial weights, in PyTorch's layout, and samples; return their files."""
     with torch.device("meta"):
         network = Network(resolved)
     network.to_empty(device="cpu")
-    initialise(network, _SEED)
-    rng, count = np.random.default_rng(_SEED), batch * _BATCHES
-    if resolved.is_tokens:
-        tokens = rng.integers(0, resolved.classes, (count, resolved.input[0] + 1), dtype=np.int32)
-        inputs: NDArray[Any] = tokens[:, :-1]
-        targets = tokens[:, 1:].astype(np.int64)
-    else:
-        inputs = rng.standard_normal((count, *resolved.input), dtype=np.float32)
-        targets = rng.integers(0, resolved.classes, count)
+    initialise(network, SEED)
     files = {"weights": str(folder / "weights.npz"), "data": str(folder / "data.npz")}
     weights: dict[str, Any] = {name: w.detach().numpy() for name, w in network.named_parameters()}
     np.savez(files["weights"], **weights)
-    np.savez(files["data"], inputs=inputs, targets=targets)
+    np.savez(files["data"], inputs=samples[0], targets=samples[1])
     return files
 
 
 def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folder: Path) -> Row:
-    """Run a cell in a process of its own; return what it measured, or why there is nothing."""
+    """Run a cell in processes of its own; return what it measured, or why there is nothing."""
     python = python_of(cell.framework, options.pythons)
     if python is None:
         return Row(cell, "failed", how_to_get(cell.framework))
+    processes = cell.workers if cell.framework in _PROCESSES else 1
+    job = {**job, "workers": cell.workers, "processes": processes, "ports": _free_ports(processes)}
     write_json(folder / "job.json", {**job, "program": python})
     if cell.framework == "caffe":  # has no Python: this one drives the program
         python = sys.executable
@@ -165,17 +183,33 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     # On the CPU no GPU: a framework that takes one by itself would be compared with others that do not.
     hidden = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
-    words = ["env", *hidden, *(f"{name}={cell.threads}" for name in names_of_threads), *command]
-    try:
-        with Watch() as watch:
-            done = subprocess.run(
-                words, capture_output=True, text=True, errors="replace", timeout=options.limit_s, check=False
-            )
-    except subprocess.TimeoutExpired:
-        return Row(cell, "failed", f"no end within {options.limit_s:g} s")
-    row = parse(cell, done.stdout, done.stderr, done.returncode)
+    each = cell.threads // cell.workers
+    words = ["env", *hidden, *(f"{name}={each}" for name in names_of_threads), *command]
+    with Watch() as watch, contextlib.ExitStack() as stack:
+        children, until = [], time.monotonic() + options.limit_s
+        for rank in range(processes):
+            screens = [stack.enter_context((folder / f"{to}-{rank}").open("w")) for to in ("out", "err")]
+            child = subprocess.Popen([*words, str(rank)], stdout=screens[0], stderr=screens[1])
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            children.append(child)
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            if time.monotonic() > until:
+                return Row(cell, "failed", f"no end within {options.limit_s:g} s")
+            time.sleep(_POLL_S)
+    rank = next((rank for rank, code in enumerate(codes) if code), 0)  # others only miss it
+    out, err = ((folder / f"{to}-{rank}").read_text(errors="replace") for to in ("out", "err"))
+    row = parse(cell, out, err, codes[rank] or 0)
     row.sensors = watch.told(row.ended - row.total_s, row.ended, cell.batch * len(row.samples))
     return row
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
 
 
 def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
@@ -205,14 +239,32 @@ def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
         ended=timed.get("ended", 0.0),
         peak_bytes=timed.get("peak_bytes", 0),
         versions={name: str(value) for name, value in built["versions"].items()},
+        mechanism=built.get("mechanism", ""),
     )
 
 
-def judged(row: Row, resolved: Resolved, reference: Row | None, steps: int) -> Row:
-    """Return the row, rejected where it computes something else or its clock does not add up."""
-    if row.status == "done" and (problem := _problem(row, resolved, reference, steps)):
-        row.status, row.reason = "rejected", problem
+def judged(
+    row: Row, resolved: Resolved, reference: Row | None, steps: int, *, curve: Row | None = None
+) -> Row:
+    """Return the row, rejected where it computes something else or its clock does not add up.
+
+    With `curve`, the losses of all steps must be those of that row.
+    """
+    if row.status == "done":
+        problem = _problem(row, resolved, reference, steps) or (curve and _drift(row, curve)) or ""
+        if problem:
+            row.status, row.reason = "rejected", problem
     return row
+
+
+def _drift(row: Row, reference: Row) -> str:
+    """Say in which step the losses part; empty where they do not."""
+    if len(row.losses) != len(reference.losses):
+        return f"{len(row.losses)} losses, {_REFERENCE} has {len(reference.losses)}"
+    for step, (ours, theirs) in enumerate(zip(row.losses, reference.losses, strict=True), 1):
+        if not abs(ours - theirs) <= _AGREE * abs(theirs):
+            return f"loss {ours:.6g} in step {step}, {_REFERENCE} has {theirs:.6g}"
+    return ""
 
 
 def _problem(row: Row, resolved: Resolved, reference: Row | None, steps: int) -> str:
@@ -241,20 +293,27 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
     for (network, batch), cells in itertools.groupby(
         _cells(options), lambda cell: (cell.network, cell.batch)
     ):
-        resolved = read(network).resolve()
+        resolved = resolve(network, options.data)
+        by_cut = "batch_norm" in repr(resolved.layers)  # what a worker normalises by depends on the cut
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-            files = write_inputs(resolved, batch, Path(folder))
-            reference: Row | None = None
+            samples = draw(network, options.data, batch, options.warmup + options.steps)
+            files = write_inputs(resolved, samples, Path(folder))
+            references: dict[int, Row] = {}
             # PyTorch first, which the others are compared with.
             for cell in sorted(cells, key=lambda cell: cell.framework != _REFERENCE):
                 if cell not in known or known[cell].layers != resolved.digest:
+                    if cell.impossible:
+                        keep(Row(cell, "left out", cell.impossible))
+                        continue
                     job = {**files, **_job(resolved, cell, options)}
                     found = run_adapter(cell, job, options, Path(folder))
                     found.layers = resolved.digest
-                    known[cell] = judged(found, resolved, reference, options.steps)
+                    reference = references.get(cell.workers if by_cut else min(references, default=0))
+                    curve = reference if options.data else None
+                    known[cell] = judged(found, resolved, reference, options.steps, curve=curve)
                     keep(known[cell])
                 if (cell.framework, known[cell].status) == (_REFERENCE, "done"):
-                    reference = reference or known[cell]
+                    references.setdefault(cell.workers, known[cell])
 
 
 def _cells(options: NetworksOptions) -> Iterable[Cell]:
@@ -262,11 +321,11 @@ def _cells(options: NetworksOptions) -> Iterable[Cell]:
     if options.cells:
         return options.cells
     threads = options.threads or (physical_cores(),)
-    axes = (options.networks, options.batch_sizes, options.frameworks, options.modes)
+    axes = (options.networks, options.batch_sizes, options.frameworks, options.modes, threads)
     return (
-        Cell(network, framework, mode, batch, count)
-        for network, batch, framework, mode in itertools.product(*axes)
-        for count in threads
+        Cell(network, framework, mode, batch, count, workers)
+        for network, batch, framework, mode, count in itertools.product(*axes)
+        for workers in options.workers
     )
 
 
@@ -292,16 +351,18 @@ def command(options: NetworksOptions, output: Path | None, *, listing: bool) -> 
         return 0
     options.check()
     record.begin()
-    asked = json.loads(
-        json.dumps({k: v for k, v in asdict(options).items() if k in ("steps", "warmup", "device")})
-    )
+    asked: dict[str, Any] = {"steps": options.steps, "warmup": options.warmup, "device": options.device}
+    if options.data:
+        first = open_task(options.networks[0], options.data).data.datasets[0]
+        asked["data"] = {"path": str(options.data), "fingerprint": first.fingerprint}
     rows = record.held(output, "networks", asked, Row)
     if rows:
         console.print(f"{counted(len(rows), 'row')} from {output}")
 
     def keep(row: Row) -> None:
         rows[:] = [other for other in rows if other.cell != row.cell] + [row]
-        told = f"{row.median_s * 1e3:,.1f} ms" if row.status == "done" else f"{row.status}: {row.reason}"
+        how = f" ({row.mechanism})" if row.mechanism else ""
+        told = f"{row.median_s * 1e3:,.1f} ms{how}" if row.status == "done" else f"{row.status}: {row.reason}"
         console.print(escape(f"{row.cell.name}: {told}"), highlight=False, soft_wrap=True)
         if output is not None:
             write_json(
@@ -310,7 +371,7 @@ def command(options: NetworksOptions, output: Path | None, *, listing: bool) -> 
 
     measure(options, rows, keep)
     console.print(_table(rows))
-    return int(any(row.status != "done" for row in rows))
+    return int(any(row.status in ("rejected", "failed") for row in rows))
 
 
 def _list() -> Table:
@@ -329,11 +390,12 @@ def _list() -> Table:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="ms a mini-batch", caption_justify="left")
-    for heading in ("network", "framework", "mode", "batch", "threads", "median", "p5", "p95", "samples/s"):
-        table.add_column(heading, justify="left" if heading in ("network", "framework", "mode") else "right")
+    words, counts = ("network", "framework", "mode"), ("batch", "threads", "workers")
+    for heading in (*words, *counts, "median", "p5", "p95", "samples/s"):
+        table.add_column(heading, justify="left" if heading in words else "right")
     for row in rows:
         cell = row.cell
-        shown = (cell.network, cell.framework, cell.mode, f"{cell.batch}", f"{cell.threads}")
+        shown = (cell.network, cell.framework, cell.mode, *map(str, (cell.batch, cell.threads, cell.workers)))
         if row.status != "done":
             table.add_row(*shown, row.status)
             continue

@@ -193,6 +193,8 @@ def networks(
     limit: float = 600.0,
     device: Literal["cpu", "cuda"] = "cpu",
     python: tuple[str, ...] = (),
+    workers: tuple[int, ...] = (1,),
+    data: Path | None = None,
     config: Path | None = None,
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
@@ -201,7 +203,7 @@ def networks(
 
     Each row is measured in a separate process. Its parameters, loss and gradient norm for the same weights
     and samples are compared with PyTorch's before its times count. All frameworks train with SGD on the same
-    random data.
+    samples in the same order.
 
     Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
 
@@ -209,19 +211,21 @@ def networks(
 
     Example: shoal bench networks fcn-r --batch-sizes 128 1024 --threads 1 2
 
+    Example: shoal bench networks fcn-r --frameworks pytorch jax --data data/digits --steps 50
+
     Parameters
     ----------
     names
         Networks by name, or TOML files that describe them (default: fcn-r, alexnet-r, resnet-56, lstm).
     frameworks
-        Frameworks: pytorch, jax (install it with `shoal bench frameworks`), caffe, cntk (name them with
-        --python).
+        Frameworks: pytorch; jax, tensorflow, paddle, mxnet (install them with `shoal bench frameworks`);
+        caffe, cntk (name them with --python).
     modes
         default: the framework's default settings. tuned: with its compiler.
     batch_sizes
         Samples per step.
     threads
-        Numbers of threads (default: one per physical core).
+        Numbers of threads, of all workers together (default: one per physical core).
     steps
         Number of timed steps, after the warm-up.
     warmup
@@ -233,6 +237,11 @@ def networks(
     python
         Python in which a framework is installed, as NAME=PATH (default: the one that runs Shoal). For
         Caffe: its program.
+    workers
+        Numbers of workers that share each batch and the threads, by the framework's own data parallelism.
+    data
+        Dataset of `shoal prepare` to train on (default: random samples). A row is then also rejected if its
+        loss differs from PyTorch's in any step; on random samples only the first batch is compared.
     config
         Configuration of dlbench (.config) to take networks, tools, batch sizes and threads from.
     output
@@ -246,8 +255,9 @@ def networks(
 
     given = names or (() if config else ("fcn-r", "alexnet-r", "resnet-56", "lstm"))
     pythons = dict(pair.partition("=")[::2] for pair in python)
+    rows = (given, frameworks, modes, batch_sizes, threads)
     options = NetworksOptions(
-        given, frameworks, modes, batch_sizes, threads, steps, warmup, limit, pythons, device
+        *rows, steps, warmup, limit, pythons, device, workers=workers, data=data
     )
     if config is not None:
         from shoal.bench.legacy import configured

@@ -45,13 +45,13 @@ class Classify(Task[T, MicroBatch]):
 
     def __init__(self, config: Config, data: Data[T], resolved: Resolved) -> None:
         super().__init__(config, data)
-        self._resolved = resolved
+        self.resolved = resolved
         self._synchronised = config.model.batch_statistics == "synchronised"
 
     @cached_property
     def _blueprint(self) -> Network:
         with torch.device("meta"):
-            return Network(self._resolved)
+            return Network(self.resolved)
 
     @property
     def flops_per_target(self) -> int:
@@ -59,7 +59,7 @@ class Classify(Task[T, MicroBatch]):
 
     @property
     def num_parameters(self) -> int:
-        return self._resolved.num_parameters
+        return self.resolved.num_parameters
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +67,7 @@ class Classify(Task[T, MicroBatch]):
 
     def parts(self, layers: Sequence[range]) -> list[Network]:
         """Make the network."""
-        return [Network(self._resolved, synchronised=self._synchronised)]
+        return [Network(self.resolved, synchronised=self._synchronised)]
 
     def check(self, layout: Layout) -> None:
         """Raise a ConfigError where the network cannot be trained under a layout."""
@@ -98,11 +98,11 @@ class Classify(Task[T, MicroBatch]):
 
     def facts(self) -> dict[str, Any]:
         """Return the network's name, and a digest of its layers."""
-        return {"network": self.config.model.network, "layers": self._resolved.digest}
+        return {"network": self.config.model.network, "layers": self.resolved.digest}
 
     def model_rows(self) -> Rows:
         """Return the network's title."""
-        return [("model", self._resolved.title or self._resolved.name)]
+        return [("model", self.resolved.title or self.resolved.name)]
 
 
 def open_network(config: Config) -> Classify[Any]:

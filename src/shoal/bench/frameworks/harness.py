@@ -6,18 +6,24 @@ framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
-or tuned), `device` (cpu or cuda), `warmup`, `steps`, `lr`, `momentum`.
+or tuned), `device` (cpu or cuda), `warmup`, `steps`, `lr`, `momentum`; `workers`, which share batch and
+threads evenly, `processes` (1, or one for each worker), `ports` (free ones, one for each process) and `rank`
+(of this process).
 
 An adapter is a module with_NAME.py with a class `Adapter(job, weights)`, which builds the network, the mean
-cross-entropy, and SGD with momentum. Its methods:
+cross-entropy, and SGD with momentum. With several workers it is the framework's own data parallelism, named
+in `mechanism`: each worker takes its part of a batch, in the order of the samples, and normalises by that
+part alone. Its methods:
 
     versions()           versions of the framework and of the libraries that compute for it
     num_parameters()     trainable numbers, counted by the framework
-    put(inputs, targets) a batch, where the framework computes
-    identity(batch)      loss of a batch and norm of its gradient; changes no weight
+    put(inputs, targets) this process's part of a batch, where the framework computes
+    identity(batch)      loss of this process's part of a batch, norm of the gradient of all parts; changes no
+                         weight
     step(batch)          trains on a batch, and returns the loss where the framework has it, without waiting
     wait()               returns when all that was asked for is computed
-    read(loss)           a loss of `step` as a float
+    read(loss)           a loss of `step` as a float, the mean over the workers of this process
+    mean(losses)         means over all processes; called only where there are several
     clock()              seconds; only where steps run in another process, which tells when they end
 """
 
@@ -82,30 +88,39 @@ def peak_bytes(status: str = "/proc/self/status") -> int:
         return 0
 
 
-def main(name: str, job_file: str) -> int:
-    """Run a job with the adapter of a name; return the exit status."""
+def take_cores(job: dict[str, Any]) -> None:
+    """Keep this process to its part of the first `threads` logical CPUs."""
+    allowed = sorted(os.sched_getaffinity(0), key=place_of)[: job["threads"]]
+    share = job["threads"] // job["processes"]
+    os.sched_setaffinity(0, allowed[job["rank"] * share :][:share] or allowed)
+
+
+def main(name: str, job_file: str, rank: str = "0") -> int:
+    """Run a process of a job with the adapter of a name; return the exit status."""
     try:
         import numpy as np
 
         with open(job_file, encoding="utf-8") as file:
-            job = json.load(file)
+            job = {**json.load(file), "rank": int(rank)}
         if hasattr(os, "sched_setaffinity"):  # before the framework counts the cores
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0), key=place_of)[: job["threads"]])
+            take_cores(job)
         weights = dict(np.load(job["weights"], allow_pickle=False))
         data = np.load(job["data"], allow_pickle=False)
         adapter = importlib.import_module(f"with_{name}").Adapter(job, weights)
-        emit("built", parameters=adapter.num_parameters(), versions=adapter.versions())
-        size = job["batch"]
-        inputs, targets = data["inputs"], data["targets"]
+        mechanism = adapter.mechanism if job["workers"] > 1 else ""
+        emit("built", parameters=adapter.num_parameters(), versions=adapter.versions(), mechanism=mechanism)
+        inputs, targets, share = data["inputs"], data["targets"], job["batch"] // job["processes"]
         batches = [
-            adapter.put(inputs[first : first + size], targets[first : first + size])
-            for first in range(0, len(inputs) - size + 1, size)
+            adapter.put(inputs[first : first + share], targets[first : first + share])
+            for first in range(job["rank"] * share, len(inputs), job["batch"])
         ]
+        mean = adapter.mean if job["processes"] > 1 else list
         loss, norm = adapter.identity(batches[0])
-        emit("identity", loss=loss, gradient_norm=norm)
+        emit("identity", loss=mean([loss])[0], gradient_norm=norm)
         clock = getattr(adapter, "clock", time.perf_counter)
         samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"], clock)
         ended = time.time()
+        losses = mean(losses)
         emit("timed", samples=samples, total_s=total, losses=losses, ended=ended, peak_bytes=peak_bytes())
     except Exception as error:
         emit("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()[-4000:])

@@ -10,36 +10,52 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Array = Any
 Layer = dict[str, Any]
 
 
 class Adapter:
-    """Pure functions of a list of weights."""
+    """Pure functions of a list of weights; with several workers, a device of the host for each."""
+
+    mechanism = "shard_map over devices of the host"
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
+        self.workers, tuned = job["workers"], job["mode"] == "tuned"
+        jax.config.update("jax_num_cpu_devices", self.workers)  # before the first device is asked for
         if job["device"] == "cuda":
             if jax.default_backend() != "gpu":
                 raise RuntimeError(f"this JAX computes on {jax.default_backend()}: install jax[cuda]")
             jax.config.update("jax_default_matmul_precision", "highest")  # fp32, without TF32
-        self.tuned = job["mode"] == "tuned"
+        mesh = Mesh(jax.devices()[: self.workers], ("workers",))
+        whole, cut = PartitionSpec(), PartitionSpec("workers")
+        self.cut = NamedSharding(mesh, cut)
         layers, lr, momentum = job["network"]["layers"], job["lr"], job["momentum"]
-        self.weights = [jnp.asarray(array) for array in weights.values()]
+        self.weights = [jax.device_put(array, NamedSharding(mesh, whole)) for array in weights.values()]
         self.velocity = [jnp.zeros_like(weight) for weight in self.weights]
 
         def loss(weights: list[Array], inputs: Array, targets: Array) -> Array:
-            logits = forward(layers, iter(weights), inputs, unroll=self.tuned, embedding=weights[0])
+            logits = forward(layers, iter(weights), inputs, unroll=tuned, embedding=weights[0])
             scores = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
             return -jnp.take_along_axis(scores, targets.reshape(-1, 1), axis=1).mean()
 
+        def gradients(weights: list[Array], inputs: Array, targets: Array) -> Any:
+            return lax.pmean(jax.value_and_grad(loss)(weights, inputs, targets), "workers")
+
+        found = jax.value_and_grad(loss)
+        if self.workers > 1:
+            found = jax.shard_map(
+                gradients, mesh=mesh, in_specs=(whole, cut, cut), out_specs=whole, check_vma=False
+            )
+
         def step(weights: list[Array], velocity: list[Array], inputs: Array, targets: Array) -> Any:
-            value, gradients = jax.value_and_grad(loss)(weights, inputs, targets)
-            velocity = [momentum * v + g for v, g in zip(velocity, gradients, strict=True)]
+            value, gradient = found(weights, inputs, targets)
+            velocity = [momentum * v + g for v, g in zip(velocity, gradient, strict=True)]
             return value, [w - lr * v for w, v in zip(weights, velocity, strict=True)], velocity
 
-        self._loss = loss
-        self._step = jax.jit(step, donate_argnums=(0, 1) if self.tuned else ())
+        self._gradients = jax.jit(found)
+        self._step = jax.jit(step, donate_argnums=(0, 1) if tuned else ())
 
     def versions(self) -> dict[str, str]:
         return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": jax.default_backend()}
@@ -48,10 +64,10 @@ class Adapter:
         return sum(weight.size for weight in self.weights)
 
     def put(self, inputs: Any, targets: Any) -> tuple[Array, Array]:
-        return jnp.asarray(inputs), jnp.asarray(targets)
+        return jax.device_put(inputs, self.cut), jax.device_put(targets, self.cut)
 
     def identity(self, batch: tuple[Array, Array]) -> tuple[float, float]:
-        value, gradients = jax.jit(jax.value_and_grad(self._loss))(self.weights, *batch)
+        value, gradients = self._gradients(self.weights, *batch)
         return float(value), math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
 
     def step(self, batch: tuple[Array, Array]) -> Array:

@@ -6,19 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 Layer = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
 
 
 class Adapter:
-    """A plain module and torch.optim.SGD, in fp32: without TF32, which convolutions on GPUs would use."""
+    """A plain module and torch.optim.SGD, in fp32: without TF32, which convolutions on GPUs would use.
+
+    On the CPU there is a process for each worker.
+    """
+
+    mechanism = "DistributedDataParallel over gloo"
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
-        torch.set_num_threads(job["threads"])
+        self.workers, tuned = job["workers"], job["mode"] == "tuned"
+        torch.set_num_threads(job["threads"] // self.workers)
         torch.backends.cudnn.allow_tf32 = False
-        self.device, tuned = torch.device(job["device"]), job["mode"] == "tuned"
+        self.device = torch.device(job["device"])
         self.tokens = job["network"]["is_tokens"]
         self.module = nn.Sequential(*map(build, job["network"]["layers"]))
         for module in self.module.modules():
@@ -29,6 +36,11 @@ class Adapter:
                 assert tuple(parameter.shape) == array.shape, (name, parameter.shape, array.shape)
                 parameter.copy_(torch.from_numpy(array))
         self.module.to(self.device)
+        self.network: nn.Module = self.module
+        if self.workers > 1:
+            place = f"tcp://127.0.0.1:{job['ports'][0]}"
+            distributed.init_process_group("gloo", place, rank=job["rank"], world_size=self.workers)
+            self.network = DistributedDataParallel(self.module)
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=job["lr"], momentum=job["momentum"])
         self.loss = torch.compile(self._loss) if tuned else self._loss
 
@@ -44,19 +56,23 @@ class Adapter:
         return (x.long() if self.tokens else x), y
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.module(inputs).flatten(0, -2), targets.flatten())
+        return nn.functional.cross_entropy(self.network(inputs).flatten(0, -2), targets.flatten())
 
     def identity(self, batch: Batch) -> tuple[float, float]:
-        loss = self.loss(*batch)  # what is timed
-        gradients = torch.autograd.grad(loss, list(self.module.parameters()))
-        return loss.item(), torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        loss = self._backward(batch)
+        norms = [weight.grad.norm() for weight in self.module.parameters() if weight.grad is not None]
+        return self.read(loss), torch.stack(norms).norm().item()
+
+    def _backward(self, batch: Batch) -> Tensor:
+        self.optimiser.zero_grad(set_to_none=True)
+        loss: Tensor = self.loss(*batch)
+        loss.backward()
+        return loss.detach()
 
     def step(self, batch: Batch) -> Tensor:
-        self.optimiser.zero_grad(set_to_none=True)
-        loss = self.loss(*batch)
-        loss.backward()
+        loss = self._backward(batch)
         self.optimiser.step()
-        return loss.detach()
+        return loss
 
     def wait(self) -> None:
         if self.device.type == "cuda":  # on a CPU, a step returns when it is computed
@@ -64,6 +80,11 @@ class Adapter:
 
     def read(self, loss: Tensor) -> float:
         return loss.item()
+
+    def mean(self, losses: list[float]) -> list[float]:
+        total = torch.tensor(losses, dtype=torch.float64)
+        distributed.all_reduce(total)
+        return [loss / self.workers for loss in total.tolist()]
 
 
 class Residual(nn.Module):
