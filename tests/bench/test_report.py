@@ -184,7 +184,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     hostile = "$\\frac{$<script>console.error(1)</script>{{7*7}}" + "x" * 150
     records = {"n": made_up.networks(), "g": made_up.gradsync(), "c": made_up.collectives()}
-    records["n"]["rows"].append(network_row(hostile, "jax tuned", versions={hostile: hostile}))
+    records["n"]["rows"].append(network_row(hostile, f"{hostile} tuned", versions={hostile: hostile}))
     records["n"]["rows"].append(network_row(label="jax tuned", batch=64, status="failed", reason=hostile * 3))
     output = folder / "report.html"
     assert command(made_up.write(folder, **records), output, folder / "rows.csv") == 0
