@@ -182,9 +182,9 @@ def test_collectives_are_told_with_the_back_end_s_speed_and_wrong_sums(told):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    hostile = "<script>console.error(1)</script>${{7*7}}$\\frac{" + "x" * 150
+    hostile = "$\\frac{$<script>console.error(1)</script>{{7*7}}" + "x" * 150
     records = {"n": made_up.networks(), "g": made_up.gradsync(), "c": made_up.collectives()}
-    records["n"]["rows"].append(network_row(hostile, "jax tuned", versions={hostile: hostile}))
+    records["n"]["rows"].append(network_row(hostile, f"{hostile} tuned", versions={hostile: hostile}))
     records["n"]["rows"].append(network_row(label="jax tuned", batch=64, status="failed", reason=hostile * 3))
     output = folder / "report.html"
     assert command(made_up.write(folder, **records), output, folder / "rows.csv") == 0

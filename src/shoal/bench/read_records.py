@@ -128,27 +128,20 @@ class Record:
         return self.name.partition("_")[0]
 
     @property
-    def timed(self) -> Sequence[Any]:
+    def timed(self) -> list[Any]:
         """Rows that have samples, and those that should."""
-        return ()
+        rows = (*getattr(self, "rows", ()), *getattr(self, "cells", ()))
+        return [row for row in rows if isinstance(row, Timed)]
 
 
 @dataclass(kw_only=True)
 class NetworksRecord(Record):
     rows: list[NetworksRow]
 
-    @property
-    def timed(self) -> Sequence[NetworksRow]:
-        return self.rows
-
 
 @dataclass(kw_only=True)
 class GradsyncRecord(Record):
     cells: list[GradsyncRow]
-
-    @property
-    def timed(self) -> Sequence[GradsyncRow]:
-        return self.cells
 
 
 @dataclass(kw_only=True)
