@@ -171,7 +171,7 @@ def layouts(
     warmup
         Number of first steps that are not timed.
     runs
-        Folder for the run folders; run the same command again to resume (default: a temporary folder).
+        Folder to keep the run folders in; finished runs are not repeated (default: a temporary folder).
     output
         JSON file for the results with machine, versions and all samples, updated after each layout. The same
         command continues it.
