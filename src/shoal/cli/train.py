@@ -183,13 +183,9 @@ def layouts(
     overrides = _given(settings, data, None, None)
     _add_short(overrides, steps=steps)
     count = overrides.setdefault("train", {}).setdefault("steps", 40)
-    # One evaluation and no save before the end; nothing is sent to sinks.
-    for section, name, value in (
-        ("eval", "every", count),
-        ("checkpoint", "every", 0),
-        ("train", "sinks", []),
-    ):
-        overrides.setdefault(section, {})[name] = value
+    overrides["train"]["sinks"] = []
+    overrides.setdefault("eval", {})["every"] = count  # once, at the end
+    overrides.setdefault("checkpoint", {})["every"] = 0  # only then
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     resolved = load_config(config, overrides)
     with loading():
