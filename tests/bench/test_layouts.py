@@ -10,31 +10,29 @@ import pytest
 from shoal.bench import layouts
 from shoal.bench.layouts import Column, command, read_run
 from shoal.config.layout import parse_layout
-from shoal.config.load import load_config
+from shoal.config.load import config_from_toml, load_config
 from shoal.errors import InputError
 from shoal.train.clock import PHASES
 from tests.tiny_dataset import random_dataset
 
 
-def ask(words, data, **options):
-    """Run the command in this process, with layouts that are not trained again."""
-    train = {"steps": options.pop("steps", 6)}
+def ask(words, data, *, steps=6, runs=None, output=None):
+    """Run the command in this process, with a double in place of training."""
     overrides = {
         "data": {"datasets": [str(data)]},
-        "train": train,
+        "train": {"steps": steps},
         "eval": {"every": 6},
         "checkpoint": {"every": 0},
+        "precision": {"dtype": "fp32"},
     }
-    config = load_config("tiny", overrides | {"precision": {"dtype": "fp32"}})
     chosen = [parse_layout(word) for word in words.split(",")]
-    output, plot = options.pop("output", None), options.pop("plot", None)
-    return command(config, "tiny", chosen, options.pop("warmup", 2), None, output, plot)
+    return command(load_config("tiny", overrides), "tiny", chosen, 2, runs, output, None)
 
 
 def test_layouts_are_trained_and_compared_and_the_record_is_continued(tmp_path, monkeypatch, capsys):
     data, record, picture = random_dataset(tmp_path / "data"), tmp_path / "r.json", tmp_path / "r.png"
     words = ["--data", data, "--steps", 6, "--warmup", 2, "--output", record, "--plot", picture]
-    words += ["--precision.dtype", "fp32"]
+    words += ["--precision.dtype", "fp32", "--runs", tmp_path / "runs"]
     run = [sys.executable, "-m", "shoal", "bench", "layouts", "tiny", "--layouts", "1, zero3x2, tp3"]
     done = subprocess.run([*run, *map(str, words)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -52,6 +50,7 @@ def test_layouts_are_trained_and_compared_and_the_record_is_continued(tmp_path, 
     assert len(one["seconds"]) == len(one["phases_s"]["backward"]) == 4
     assert one["found"].keys() == {f"{a}_{b}" for a in ("validation", "test") for b in ("loss", "perplexity")}
     assert one["found"] == pytest.approx(sharded["found"], rel=1e-5)
+    assert (tmp_path / "runs/run-zero3x2/ranks/rank-1/log").exists()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     trained = []
@@ -100,9 +99,13 @@ def test_a_run_that_fails_costs_its_own_column(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         layouts, "train", lambda words, ranks, *_: ("failed", "out of memory") if ranks == 2 else ("done", "")
     )
-    assert ask("dp2,1", data) == 1
+    runs = tmp_path / "runs"
+    assert ask("zero3x2,1", data, runs=runs) == 1
+    (asked,) = runs.glob("zero3x2-*.toml")
+    config = config_from_toml(asked.read_text(), "asked")
+    assert (config.parallel.zero, config.parallel.dp_shard, config.train.steps) == (3, 2, 6)
     shown = capsys.readouterr().out
-    assert "dp2: failed: out of memory" in shown
+    assert "zero3x2: failed: out of memory" in shown
     assert "speed (1 = 1)" in shown
     assert ask("1", data) == 0
     monkeypatch.setattr(layouts, "train", lambda *_: ("refused", "no such cut"))

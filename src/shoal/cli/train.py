@@ -171,7 +171,7 @@ def layouts(
     warmup
         Number of first steps that are not timed.
     runs
-        Folder for the run folders; run the same command again to resume (default: a temporary folder).
+        Folder to keep the run folders in; finished runs are not repeated (default: a temporary folder).
     output
         JSON file for the results with machine, versions and all samples, updated after each layout. The same
         command continues it.
@@ -183,13 +183,9 @@ def layouts(
     overrides = _given(settings, data, None, None)
     _add_short(overrides, steps=steps)
     count = overrides.setdefault("train", {}).setdefault("steps", 40)
-    # One evaluation and no save before the end; nothing is sent to sinks.
-    for section, name, value in (
-        ("eval", "every", count),
-        ("checkpoint", "every", 0),
-        ("train", "sinks", []),
-    ):
-        overrides.setdefault(section, {})[name] = value
+    overrides["train"]["sinks"] = []
+    overrides.setdefault("eval", {})["every"] = count  # once, at the end
+    overrides.setdefault("checkpoint", {})["every"] = 0  # only then
     chosen = [parse_layout(words) for words in layouts.split(",") if words.strip()]
     resolved = load_config(config, overrides)
     with loading():
