@@ -50,6 +50,7 @@ BATCHES = {  # of the article's Table 7
     "resnet-56": 128,
     "lstm": 128,
 }
+LIMIT_S = 1800.0  # of Shoal's process
 GRACE_S = 110.0  # that a measurement may take beyond the limit
 
 Facts = dict[str, Any]
@@ -64,22 +65,26 @@ def trainer(wish: argparse.Namespace, keep: Callable[[Facts], None]) -> bool:
             (name,), ("pytorch",), MODES[:1], (batch,), (wish.threads,), wish.steps, wish.warmup
         )
         samples: dict[str, list[list[float]]] = {"shoal": [], "pytorch": []}
+        found = results[name] = {"batch": batch, "parameters": resolved.num_parameters, "step_s": samples}
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
             data = write_data(resolved, batch, Path(folder))
-            for repeat in range(wish.repeats):
-                for system in ("pytorch", "shoal")[:: -1 if repeat % 2 else 1]:
-                    shoal = system == "shoal"
-                    samples[system].append(ours(wish, name, batch, data) if shoal else plain(options))
-                results[name] = {"batch": batch, "parameters": resolved.num_parameters, "step_s": samples}
-                results[name]["median_s"] = medians = {
-                    system: statistics.median(statistics.median(part) for part in parts)
-                    for system, parts in samples.items()
-                }
-                results[name]["ratio"] = medians["pytorch"] / medians["shoal"]
-                keep({"threads": wish.threads, "networks": results})
-        told = ", ".join(f"{system} {seconds * 1e3:.1f} ms" for system, seconds in medians.items())
-        print(f"{name}, batch {batch}: {told}, ratio {results[name]['ratio']:.3f}", flush=True)
-    return True
+            try:
+                for repeat in range(wish.repeats):
+                    for system in ("pytorch", "shoal")[:: -1 if repeat % 2 else 1]:
+                        shoal = system == "shoal"
+                        samples[system].append(ours(wish, name, batch, data) if shoal else plain(options))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                found["failed"] = str(error)
+        if "failed" not in found:
+            medians = {
+                system: statistics.median(statistics.median(part) for part in parts)
+                for system, parts in samples.items()
+            }
+            found |= {"median_s": medians, "ratio": medians["pytorch"] / medians["shoal"]}
+        keep({"threads": wish.threads, "networks": results})
+        told = found.get("failed") or "median {median_s}, ratio {ratio:.3f}".format(**found)
+        print(f"{name}, batch {batch}: {told}", flush=True)
+    return not any("failed" in found for found in results.values())
 
 
 def plain(options: NetworksOptions) -> list[float]:
@@ -87,7 +92,7 @@ def plain(options: NetworksOptions) -> list[float]:
     rows: list[Row] = []
     measure(options, (), rows.append)
     if rows[0].status != "done":
-        raise SystemExit(f"{rows[0].cell.name}: {rows[0].status}: {rows[0].reason}")
+        raise RuntimeError(f"pytorch {rows[0].status}: {rows[0].reason}")
     return rows[0].samples
 
 
@@ -102,10 +107,11 @@ def ours(wish: argparse.Namespace, name: str, batch: int, data: Path) -> list[fl
         capture_output=True,
         text=True,
         check=False,
+        timeout=LIMIT_S,
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(answers) < 2:
-        raise SystemExit(f"{name}: Shoal's trainer ended with status {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(f"Shoal's trainer ended with status {done.returncode}: {done.stderr[-500:]}")
     steps: list[float] = answers[1]["step_s"]
     return steps
 
@@ -162,9 +168,14 @@ def gpu(wish: argparse.Namespace, keep: Callable[[Facts], None]) -> bool:
     left_out |= {name: "not installed here" for name in ON_GPU if name not in found}
     rows: list[Row] = []
     options = NetworksOptions(
-        (), found, steps=wish.steps, warmup=wish.warmup, threads=(physical_cores(),), limit_s=GRACE_S
+        (),
+        found,
+        steps=wish.steps,
+        warmup=wish.warmup,
+        threads=(physical_cores(),),
+        pythons=dict.fromkeys(found, sys.executable),
+        device=wish.device,
     )
-    options = replace(options, pythons=dict.fromkeys(found, sys.executable), device=wish.device)
 
     def tell(row: Row) -> None:
         rows.append(row)
@@ -178,11 +189,14 @@ def gpu(wish: argparse.Namespace, keep: Callable[[Facts], None]) -> bool:
             if time.monotonic() > until:
                 left_out[f"{name} {mode}"] = f"no time left of {wish.limit_s:.0f} s"
                 continue
-            batch = wish.batch or BATCHES[name]
-            measure(replace(options, networks=(name,), modes=(mode,), batch_sizes=(batch,)), (), tell)
+            limit_s = min(GRACE_S, (until + GRACE_S - time.monotonic()) / len(found))
+            batches = (wish.batch or BATCHES[name],)
+            here = replace(options, networks=(name,), modes=(mode,), batch_sizes=batches, limit_s=limit_s)
+            measure(here, (), tell)
     if rows:
         keep({"device": wish.device, "rows": [asdict(one) for one in rows], "left_out": left_out})
-    return bool(rows) and all(row.status == "done" for row in rows)
+    plain_rows = [row for row in rows if row.cell.framework == "pytorch"]
+    return bool(rows) and all(row.status == "done" for row in plain_rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,12 +14,25 @@ from benchmarks.gradsync import judge_convergence, judge_link, with_earlier
 from benchmarks.record import write_record
 from shoal.bench import cells
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
-from shoal.bench.gradsync import GridOptions, _hosts, make_data, measure, pareto, plan, report, tables, title
+from shoal.bench.gradsync import (
+    NETWORKS,
+    GridOptions,
+    _hosts,
+    make_data,
+    measure,
+    pareto,
+    plan,
+    report,
+    tables,
+    title,
+)
 from shoal.bench.measured import MeasuredRun, Point
 from shoal.bench.sizes import parse_rate
+from shoal.config.load import load_config
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Windows
 from shoal.errors import InputError
+from shoal.networks.description import read
 from tests.tiny_dataset import random_dataset
 
 
@@ -146,6 +159,14 @@ def test_a_table_of_strategies_by_workers_has_the_seconds_of_a_mini_batch(capsys
 def test_a_network_with_batch_normalisation_names_its_rule(capsys):
     ask = GridOptions((), (2,), ("resnet-56", "alexnet-r"), ("local",), 10, 0, (Path("data"),), None)
     first, *_, other = plan(ask, Path("folder"))
+    for one in (first.network, other.network):
+        shape, classes = NETWORKS[one.name].made_of[0].split(":")[1:]
+        network = read(one.config)
+        assert (shape, int(classes)) == ("x".join(map(str, network.input)), network.classes)
+        sections = [name.split(".") for name in one.settings]
+        load_config(
+            one.config, {section: {key: one.settings[f"{section}.{key}"]} for section, key in sections}
+        )
     text = shown([CellResult(one, "done", found(2.0, 5.0)) for one in (first, other)], capsys)
     assert "--model.batch_statistics=replica" in first.words()
     assert text.count("batch statistics: replica (model.batch_statistics)") == 1

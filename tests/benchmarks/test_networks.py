@@ -24,6 +24,21 @@ def test_shoal_and_pytorch_take_turns_on_the_same_network(tmp_path):
     assert found["ratio"] == pytest.approx(found["median_s"]["pytorch"] / found["median_s"]["shoal"])
 
 
+def test_a_network_that_fails_costs_itself_only(tmp_path, monkeypatch):
+    def measured(wish, name, *_):
+        if name == "fcn-r":
+            raise RuntimeError("it fell over")
+        return [1.0, 2.0, 4.0]
+
+    monkeypatch.setattr(networks, "ours", measured)
+    monkeypatch.setattr(networks, "plain", lambda options: [3.0, 5.0, 6.0])
+    words = ["trainer", "--networks", "fcn-r", "lstm", "--batch", "2", "--output", str(tmp_path / "r.json")]
+    assert networks.main(words) == 1
+    found = json.loads((tmp_path / "r.json").read_text())["networks"]
+    assert found["fcn-r"]["failed"] == "it fell over"
+    assert (found["lstm"]["median_s"], found["lstm"]["ratio"]) == ({"shoal": 2.0, "pytorch": 5.0}, 2.5)
+
+
 @pytest.mark.parametrize("name", ["fcn-r", "lstm"])
 def test_shoal_trains_on_what_the_adapter_gets(tmp_path, name):
     from shoal.config.load import validate
