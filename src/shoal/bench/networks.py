@@ -40,6 +40,7 @@ from shoal.networks.description import Layer, Resolved, names, read
 from shoal.networks.modules import Network
 from shoal.runtime.device import physical_cores
 from shoal.runtime.files import read_json, write_json
+from shoal.runtime.network import interface_towards
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
@@ -171,6 +172,7 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     words = [
         "env",
         "CUDA_VISIBLE_DEVICES=",
+        f"GLOO_SOCKET_IFNAME={interface_towards('127.0.0.1')}",
         *(f"{name}={cell.threads // cell.workers}" for name in names_of_threads),
         *command,
     ]
@@ -186,7 +188,7 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
             if time.monotonic() > until:
                 return Row(cell, "failed", f"no end within {options.limit_s:g} s")
             time.sleep(_POLL_S)
-    rank = next((rank for rank, code in enumerate(codes) if code), 0)  # others only miss it
+    rank = next((rank for rank, code in enumerate(codes) if code), 0)  # the first that failed
     out, err = ((folder / f"{to}-{rank}").read_text(errors="replace") for to in ("out", "err"))
     return parse(cell, out, err, codes[rank] or 0)
 
@@ -278,7 +280,7 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
     threads = options.threads or (physical_cores(),)
     for network in options.networks:
         resolved = resolve(network, options.data)
-        by_cut = "batch_norm" in repr(resolved.layers)  # what a worker normalises by depends on the cut
+        by_cut = "kind='batch_norm'" in repr(resolved.layers)  # statistics are those of a worker's part
         for batch in options.batch_sizes:
             with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
                 samples = draw(network, options.data, batch, options.warmup + options.steps)
