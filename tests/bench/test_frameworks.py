@@ -1,4 +1,4 @@
-"""Adapters of `shoal bench networks`: their contract with fakes, PyTorch for real, others where installed."""
+"""Adapters of `shoal bench networks`: the contract with fakes, PyTorch's for real, others where installed."""
 
 import ast
 import json
@@ -96,6 +96,22 @@ layers = 2
 kind = "linear"
 out = "classes"
 """
+NORMED = """
+input = [2, 4, 4]
+classes = 3
+[[layers]]
+kind = "conv"
+out = 4
+kernel = 3
+[[layers]]
+kind = "batch_norm"
+[[layers]]
+kind = "flatten"
+[[layers]]
+kind = "linear"
+out = "classes"
+gain = 3.0
+"""
 DENSE = """
 input = [1, 8, 8]
 classes = 10
@@ -186,15 +202,15 @@ class Adapter:
 
 def test_workers_compute_what_one_does_except_for_batch_statistics(described):
     """Without batch statistics the reference is PyTorch's row of one worker, with them its own."""
-    options = described(DENSE, IMAGES, workers=(1, 2), threads=(2,))
+    options = described(DENSE, NORMED, workers=(1, 2), threads=(2,))
     rows = rows_of(options)
     assert [(row.cell.workers, row.status, row.reason) for row in rows] == [
         (1, "done", ""),
         (2, "done", ""),
     ] * 2
-    dense, images = rows[:2], rows[2:]
+    dense, normed = rows[:2], rows[2:]
     assert dense[1].losses == pytest.approx(dense[0].losses, rel=1e-5)
-    assert abs(images[1].loss / images[0].loss - 1) > 1e-5  # each worker normalises by its own part
+    assert abs(normed[1].loss / normed[0].loss - 1) > 2e-3  # each worker normalises by its own part
     assert dense[1].mechanism == "DistributedDataParallel over gloo"
     assert not dense[0].mechanism
 

@@ -42,6 +42,7 @@ from shoal.networks.description import Layer, Resolved, names, read
 from shoal.networks.modules import Network
 from shoal.runtime.device import physical_cores
 from shoal.runtime.files import write_json
+from shoal.runtime.network import interface_towards
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
@@ -182,9 +183,10 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     command = [python, "-u", "-c", _RUN, str(_ADAPTERS), cell.framework, str(folder / "job.json")]
     names_of_threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     # On the CPU no GPU: a framework that takes one by itself would be compared with others that do not.
-    hidden = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
+    settings = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
     each = cell.threads // cell.workers
-    words = ["env", *hidden, *(f"{name}={each}" for name in names_of_threads), *command]
+    settings.append(f"GLOO_SOCKET_IFNAME={interface_towards('127.0.0.1')}")
+    words = ["env", *settings, *(f"{name}={each}" for name in names_of_threads), *command]
     with Watch() as watch, contextlib.ExitStack() as stack:
         children, until = [], time.monotonic() + options.limit_s
         for rank in range(processes):
@@ -197,7 +199,7 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
             if time.monotonic() > until:
                 return Row(cell, "failed", f"no end within {options.limit_s:g} s")
             time.sleep(_POLL_S)
-    rank = next((rank for rank, code in enumerate(codes) if code), 0)  # others only miss it
+    rank = next((rank for rank, code in enumerate(codes) if code), 0)  # the first that failed
     out, err = ((folder / f"{to}-{rank}").read_text(errors="replace") for to in ("out", "err"))
     row = parse(cell, out, err, codes[rank] or 0)
     row.sensors = watch.told(row.ended - row.total_s, row.ended, cell.batch * len(row.samples))
@@ -294,7 +296,7 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
         _cells(options), lambda cell: (cell.network, cell.batch)
     ):
         resolved = resolve(network, options.data)
-        by_cut = "batch_norm" in repr(resolved.layers)  # what a worker normalises by depends on the cut
+        by_cut = "kind='batch_norm'" in repr(resolved.layers)  # statistics are those of a worker's part
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
             samples = draw(network, options.data, batch, options.warmup + options.steps)
             files = write_inputs(resolved, samples, Path(folder))

@@ -256,9 +256,7 @@ def networks(
     given = names or (() if config else ("fcn-r", "alexnet-r", "resnet-56", "lstm"))
     pythons = dict(pair.partition("=")[::2] for pair in python)
     rows = (given, frameworks, modes, batch_sizes, threads)
-    options = NetworksOptions(
-        *rows, steps, warmup, limit, pythons, device, workers=workers, data=data
-    )
+    options = NetworksOptions(*rows, steps, warmup, limit, pythons, device, workers=workers, data=data)
     if config is not None:
         from shoal.bench.legacy import configured
 

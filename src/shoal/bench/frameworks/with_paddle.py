@@ -27,17 +27,13 @@ class Adapter:
         paddle.base.core.set_num_threads(job["threads"] // job["workers"])
         self.workers = job["workers"]
         self.model = Model(job["network"]["layers"])
-        held = [
-            (one, own)
-            for one in self.model.sublayers()
-            for own in one.parameters(include_sublayers=False)
-            if not own.stop_gradient  # running statistics
-        ]
-        for (one, parameter), (name, array) in zip(held, weights.items(), strict=True):
-            array = array.T if isinstance(one, nn.Linear) and array.ndim == 2 else array
+        linear = {id(one.weight) for one in self.model.sublayers() if isinstance(one, nn.Linear)}
+        # Others are running statistics.
+        self.parameters = [one for one in self.model.parameters() if not one.stop_gradient]
+        for parameter, (name, array) in zip(self.parameters, weights.items(), strict=True):
+            array = array.T if id(parameter) in linear else array
             assert tuple(parameter.shape) == array.shape, (name, parameter.shape, array.shape)
             parameter.set_value(array)
-        self.parameters = [parameter for _, parameter in held]
         self.optimiser = paddle.optimizer.Momentum(job["lr"], job["momentum"], self.parameters)
         self.loss = (
             paddle.jit.to_static(self.model, full_graph=True) if job["mode"] == "tuned" else self.model
