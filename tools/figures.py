@@ -59,7 +59,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "docs/interop.md": ("5e-6", "1e-5", "at most 1 GiB", "64 MiB", "before 1.6"),
     "docs/layouts.md": ("a value has 4 bytes", "1e-5 of", "2e-6 of", "1e-2 of", "(0.50:"),
     "docs/models.md": (
-        "0.8 M", "1.13 G", "4.09 G", "14.2 M", "12.3 M", "`eps` (1e-5)", "1.56 B",
+        "0.8 M", "1.13 G", "4.09 G", "14.2 M", "12.3 M", "`eps` (1e-5)", "`momentum` (0.1)", "1.56 B",
         "8.3 B", "1.18 B (1.10 B", "N(0, 0.02)", "N(0, 0.02 /",
     ),
     "docs/prepare.md": (
