@@ -105,7 +105,7 @@ def test_activations_are_in_place_only_if_tuned_and_where_nothing_else_reads_wha
         assert [words[-2] for words in layers if words[-2] == words[-4] and words[3] == "ReLU"] == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - {"lstm"}))
+@pytest.mark.parametrize("name", sorted(set(names()) - {"lstm", "gpt2-s"}))
 def test_each_network_is_written_for_caffe_with_all_its_weights(name):
     resolved = read(name).resolve()
     net, shapes = with_caffe.Net(in_place=False), iter(weights_of(resolved.layers))

@@ -165,10 +165,21 @@ def test_each_adapter_has_every_kind_of_layer_and_the_whole_contract():
     for name in FRAMEWORKS:
         tree = ast.parse((ADAPTERS / f"with_{name}.py").read_text())
         words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        assert KINDS.keys() - {"repeat"} <= words, name
+        lacking = {"repeat"} | (set() if name in networks._WITH_DECODER else networks._DECODER)
+        assert KINDS.keys() - lacking <= words, name
         (adapter,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Adapter")
         own = {node.name for node in adapter.body if isinstance(node, ast.FunctionDef)}
         assert methods | ({"mean"} if name in networks._PROCESSES else set()) <= own, name
+
+
+def test_a_framework_without_a_kind_of_layer_is_left_out(described):
+    decoder = 'tokens = 8\nclasses = 11\nlayers = [{ kind = "embedding", out = 8 }, { kind = "layer_norm" }, '
+    decoder += '{ kind = "linear", out = "classes" }]'
+    (row,) = rows_of(described(decoder, frameworks=("tensorflow",)))
+    assert (row.status, row.reason) == (
+        "left out",
+        "the adapter of tensorflow has no layers of kind layer_norm",
+    )
 
 
 def test_a_process_gets_its_part_of_each_batch_and_of_the_cores(tmp_path, monkeypatch, capsys):

@@ -46,6 +46,8 @@ from shoal.runtime.network import interface_towards
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
+_DECODER = {"attention", "gelu", "layer_norm", "unembedding"}
+_WITH_DECODER = ("pytorch", "jax")  # adapters that have these kinds of layers
 ON_GPU = ("pytorch", "jax")  # whose adapters compute on a GPU; others were not tried
 # In place of the current folder, whose files might have the names of modules.
 _RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.main(*sys.argv[2:]))"
@@ -109,15 +111,22 @@ class Cell:
         words += [counted(self.workers, "worker")] if self.workers > 1 else []
         return f"{self.network} {self.framework} {self.mode} batch {self.batch}, {', '.join(words)}"
 
-    @property
-    def impossible(self) -> str:
-        """Say why there is no such row; empty where there is one."""
+    def why_not(self, resolved: Resolved) -> str:
+        """Say why there is no such row of a network; empty where there is one."""
+        lacking = sorted(_DECODER & _kinds(resolved.layers)) if self.framework not in _WITH_DECODER else ()
+        if lacking:
+            return f"the adapter of {self.framework} has no layers of kind {', '.join(lacking)}"
         for count, unit in ((self.batch, "sample"), (self.threads, "thread")):
             if count % self.workers:
                 return f"{self.workers} workers cannot share {counted(count, unit)} evenly"
         if self.workers > 1 and self.framework in GIVEN:
             return "its adapter has no data parallelism on a CPU"
         return ""
+
+
+def _kinds(layers: Sequence[Layer]) -> set[str]:
+    inner = (_kinds((*layer.body, *layer.shortcut)) for layer in layers)
+    return {layer.kind for layer in layers}.union(*inner)
 
 
 @dataclass
@@ -304,8 +313,8 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
             # PyTorch first, which the others are compared with.
             for cell in sorted(cells, key=lambda cell: cell.framework != _REFERENCE):
                 if cell not in known or known[cell].layers != resolved.digest:
-                    if cell.impossible:
-                        keep(Row(cell, "left out", cell.impossible))
+                    if reason := cell.why_not(resolved):
+                        keep(Row(cell, "left out", reason))
                         continue
                     job = {**files, **_job(resolved, cell, options)}
                     found = run_adapter(cell, job, options, Path(folder))

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 MOST_SERIES, _MOST_BANDS = 10, 4  # in one picture
 _WIDE = 5  # a larger ratio of the last losses has a logarithmic scale
-_COLOURS = "#1f5fa8 #d1652c #2b8a5b #8a4f9e #b58a00 #5b6673 #c23b5a #3aa3b5 #7a4b2a #e08aa8".split()
+_COLOURS = (
+    *("#1f5fa8", "#d1652c", "#2b8a5b", "#8a4f9e", "#b58a00"),
+    *("#5b6673", "#c23b5a", "#3aa3b5", "#7a4b2a", "#e08aa8"),
+)
 _STYLES = ("-", "--", ":")  # so that equal curves are all seen
 _INK, _GRID = "#30363d", "#e3e6ea"
 _SIZE = (4.8, 3.2)  # inches
