@@ -84,6 +84,7 @@ NEED_EXTRAS = (
     "shoal.data.prepare",
     "shoal.infer.serve",
     "shoal.infer.harness",
+    "shoal.bench.frameworks.with_cntk",
     "shoal.bench.frameworks.with_jax",
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
