@@ -1,7 +1,9 @@
 """Caffe's adapter, with a program that reads its files by Caffe's rules and prints what Caffe 1.0 prints."""
 
 import itertools
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,6 +181,23 @@ def test_a_caffe_that_ends_in_the_middle_costs_its_row_with_its_last_words(tmp_p
         == "RuntimeError: caffe train ended with status 9: out of memory"
     )
     assert with_caffe.last_words("", -9) == "caffe train ended with status -9: it printed nothing"
+
+
+def test_caffe_ends_with_the_measurement_although_it_has_more_to_do(tmp_path):
+    program = tmp_path / "caffe"
+    line = "I1124 10:00:00.5 1 solver.cpp:219] Iteration 0, loss = 2"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho '{line}' >&2\nexec sleep 60\n")
+    program.chmod(0o755)
+    layer = {"kind": "flatten", "settings": {}, "before": [2, 1, 1], "after": [2]}
+    job = {"network": {"is_tokens": False, "layers": [layer]}, "weights": f"{tmp_path}/w", "batch": 1}
+    job |= {"mode": "default", "program": str(program), "warmup": 1, "steps": 1, "lr": 0.1, "momentum": 0.9}
+    code = "import numpy as np, with_caffe as w; batch = np.zeros((1, 2, 1, 1)), np.zeros(1); "
+    code += f"w.Adapter({job!r}, {{}}).step(batch)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(with_caffe.__file__).parent, check=True, timeout=50)
+    stat, deadline = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat", time.monotonic() + 10
+    while stat.exists() and (left := stat.read_text().split()[2] != "Z") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not (stat.exists() and left)
 
 
 def test_a_row_of_caffe_says_that_there_is_no_program(tmp_path, monkeypatch):
