@@ -84,7 +84,7 @@ NEED_EXTRAS = (
     "shoal.data.prepare",
     "shoal.infer.serve",
     "shoal.infer.harness",
-    *(f"shoal.bench.frameworks.with_{name}" for name in ("jax", "mxnet", "paddle", "tensorflow")),
+    *(f"shoal.bench.frameworks.with_{name}" for name in ("cntk", "jax", "mxnet", "paddle", "tensorflow")),
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
 

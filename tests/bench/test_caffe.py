@@ -1,14 +1,18 @@
 """Caffe's adapter, with a program that reads its files by Caffe's rules and prints what Caffe 1.0 prints."""
 
+import itertools
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from shoal.bench import environments
-from shoal.bench.frameworks import with_caffe
-from shoal.bench.networks import Cell, NetworksOptions, as_json, measure
+from shoal.bench import environments, networks
+from shoal.bench.frameworks import with_caffe, with_pytorch
+from shoal.bench.networks import Cell, NetworksOptions, as_json, measure, write_inputs
 from shoal.networks.description import Layer, names, read
 
 EVERY_KIND = """
@@ -90,8 +94,28 @@ def test_caffe_computes_what_pytorch_does_from_the_files_that_are_written_for_it
         assert row.loss == pytest.approx(reference.loss, rel=1e-5)
         assert row.gradient_norm == pytest.approx(reference.gradient_norm, rel=1e-5)
         assert (len(row.samples), len(row.losses), row.losses[0]) == (3, 4, row.loss)
-        assert row.losses[-1] < row.losses[0]  # the same batch in each step
+        assert row.losses == pytest.approx(losses_of_pytorch(tmp_path, row.cell), rel=1e-4)
         assert row.versions["caffe"] == "1.0.0"
+
+
+def losses_of_pytorch(folder, cell):
+    """Train on the first batch in each step, as Caffe does."""
+    resolved = read(cell.network).resolve()
+    files = write_inputs(resolved, cell.batch, folder)
+    weights, data = (dict(np.load(files[name])) for name in ("weights", "data"))
+    job = networks._job(resolved, Cell(cell.network, "pytorch", "default", 4, 1), NetworksOptions(()))
+    adapter = with_pytorch.Adapter(job, weights)
+    batch = adapter.put(data["inputs"][:4], data["targets"][:4])
+    return [adapter.read(adapter.step(batch)) for _ in range(4)]
+
+
+def test_the_time_of_a_step_is_that_of_its_line_also_past_midnight():
+    adapter = object.__new__(with_caffe.Adapter)
+    stamps = ("23:59:58.000100", "23:59:59.500100", "00:00:00.750100")
+    lines = [f"I20261124 {stamp}  9709 solver.cpp:219] Iteration 1, loss = 2" for stamp in stamps]
+    adapter.now, adapter.child = 0.0, SimpleNamespace(stderr=iter(["I1124 noise", *lines]))
+    times = [(adapter.step(()), adapter.clock())[1] for _ in stamps]
+    assert [after - before for before, after in itertools.pairwise(times)] == [1.5, 1.25]
 
 
 def test_activations_are_in_place_only_if_tuned_and_where_nothing_else_reads_what_they_overwrite():
@@ -157,6 +181,23 @@ def test_a_caffe_that_ends_in_the_middle_costs_its_row_with_its_last_words(tmp_p
         == "RuntimeError: caffe train ended with status 9: out of memory"
     )
     assert with_caffe.last_words("", -9) == "caffe train ended with status -9: it printed nothing"
+
+
+def test_caffe_ends_with_the_measurement_although_it_has_more_to_do(tmp_path):
+    program = tmp_path / "caffe"
+    line = "I1124 10:00:00.5 1 solver.cpp:219] Iteration 0, loss = 2"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho '{line}' >&2\nexec sleep 60\n")
+    program.chmod(0o755)
+    layer = {"kind": "flatten", "settings": {}, "before": [2, 1, 1], "after": [2]}
+    job = {"network": {"is_tokens": False, "layers": [layer]}, "weights": f"{tmp_path}/w", "batch": 1}
+    job |= {"mode": "default", "program": str(program), "warmup": 1, "steps": 1, "lr": 0.1, "momentum": 0.9}
+    code = "import numpy as np, with_caffe as w; batch = np.zeros((1, 2, 1, 1)), np.zeros(1); "
+    code += f"w.Adapter({job!r}, {{}}).step(batch)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(with_caffe.__file__).parent, check=True, timeout=50)
+    stat, deadline = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat", time.monotonic() + 10
+    while stat.exists() and (left := stat.read_text().split()[2] != "Z") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not (stat.exists() and left)
 
 
 def test_a_row_of_caffe_says_that_there_is_no_program(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ Formats: caffe.proto, solver.cpp and net.cpp of BVLC Caffe 1.0.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import re
@@ -80,6 +81,7 @@ class Adapter:
     def step(self, batch: Batch) -> float:
         if self.child is None:
             self.child = self._start(self.job["warmup"] + self.job["steps"], batch)
+            atexit.register(self.child.kill)  # it goes on after its last step, beside the next measurement
         assert self.child.stderr is not None
         lines = []
         for line in self.child.stderr:
