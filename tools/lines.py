@@ -48,7 +48,7 @@ ROOMS = (
 WHOLE = Room("whole", ["."], 26_200)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_200),
-    Room("tools", ["tools"], 1_700),
+    Room("tools", ["tools"], 1_750),
     Room("tests", ["tests"], 25_300),
 )
 

@@ -44,6 +44,21 @@ STRATEGIES = (
 GRID = ("shoal", "bench", "gradsync", "--strategies", *STRATEGIES.split(" "), "--output")
 ONE_GBIT = ("--workers", "2", "--link", "1gbit")
 NETWORKS = ("src/shoal/networks", "src/shoal/bench/networks.py", "src/shoal/bench/frameworks")
+FIVE = ("--frameworks", "pytorch", "jax", "tensorflow", "paddle", "mxnet")
+TIMED = (
+    "fcn-r",
+    "alexnet-r",
+    "resnet-56",
+    "lstm",
+    *FIVE,
+    "--batch-sizes",
+    "32",
+    "128",
+    "--threads",
+    "1",
+    "2",
+)
+CURVES = ("fcn-r", *FIVE, "--data", "datasets/mnist", "--modes", "default", "--steps", "45", "--threads", "2")
 PROOF = "make proof"
 MUTATED = (
     "tests",
@@ -116,6 +131,18 @@ ENTRIES = {
     "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *ALL_REDUCE),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
+    "networks": Entry(
+        ["shoal", "bench", "networks", *TIMED, "--output", f"{FOLDER}/networks.json"],
+        60,
+        NETWORKS,
+        "the frameworks",
+    ),
+    "networks_curves": Entry(
+        ["shoal", "bench", "networks", *CURVES, "--output", f"{FOLDER}/networks_curves.json"],
+        3,
+        NETWORKS,
+        "the frameworks, MNIST's digits in datasets/mnist",
+    ),
     "networks_trainer": _module("networks", 20, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
