@@ -34,6 +34,7 @@ from benchmarks.record import RECORDS, write_record
 from benchmarks.systems import FOREVER, Pace, train_paced
 from shoal.bench.environments import FRAMEWORKS
 from shoal.bench.networks import MODES, ON_GPU, NetworksOptions, Row, measure, write_inputs
+from shoal.bench.samples import random_samples
 from shoal.config.load import validate
 from shoal.data.prepare.examples import prepare_examples
 from shoal.data.prepare.options import PrepareOptions
@@ -150,7 +151,7 @@ def worker(job: Facts) -> None:
 
 def write_data(resolved: Resolved, batch: int, folder: Path) -> Path:
     """Make a dataset of what `shoal bench networks` trains on."""
-    arrays = np.load(write_inputs(resolved, batch, folder)["data"])
+    arrays = np.load(write_inputs(resolved, random_samples(resolved, batch), folder)["data"])
     inputs, targets = arrays["inputs"], arrays["targets"]
     if resolved.is_tokens:
         documents = {name: list(inputs) for name in ("train", "validation")}

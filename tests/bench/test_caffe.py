@@ -13,6 +13,7 @@ import pytest
 from shoal.bench import environments, networks
 from shoal.bench.frameworks import with_caffe, with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, as_json, measure, write_inputs
+from shoal.bench.samples import random_samples
 from shoal.networks.description import Layer, names, read
 
 EVERY_KIND = """
@@ -101,7 +102,7 @@ def test_caffe_computes_what_pytorch_does_from_the_files_that_are_written_for_it
 def losses_of_pytorch(folder, cell):
     """Train on the first batch in each step, as Caffe does."""
     resolved = read(cell.network).resolve()
-    files = write_inputs(resolved, cell.batch, folder)
+    files = write_inputs(resolved, random_samples(resolved, cell.batch), folder)
     weights, data = (dict(np.load(files[name])) for name in ("weights", "data"))
     job = networks._job(resolved, Cell(cell.network, "pytorch", "default", 4, 1), NetworksOptions(()))
     adapter = with_pytorch.Adapter(job, weights)

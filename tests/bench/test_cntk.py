@@ -11,6 +11,7 @@ import pytest
 from shoal.bench import environments, networks
 from shoal.bench.frameworks import with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, measure, write_inputs
+from shoal.bench.samples import random_samples
 from shoal.networks.description import parse
 from tests.bench import cntk_stand_in
 from tests.bench.test_caffe import ALL
@@ -44,7 +45,7 @@ def job_of(tmp_path):
 
     def made(text, mode="default"):
         resolved = parse(text, "net").resolve()
-        files = write_inputs(resolved, 4, tmp_path)
+        files = write_inputs(resolved, random_samples(resolved, 4), tmp_path)
         weights, data = (dict(np.load(files[name])) for name in ("weights", "data"))
         job = networks._job(resolved, Cell("net", "cntk", mode, 4, 1), NetworksOptions(()))
         batches = [(data["inputs"][at : at + 4], data["targets"][at : at + 4]) for at in range(0, 16, 4)]

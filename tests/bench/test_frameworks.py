@@ -163,6 +163,8 @@ def rows_of(options):
 def test_each_adapter_has_every_kind_of_layer_and_the_whole_contract():
     methods = {"versions", "num_parameters", "put", "identity", "step", "wait", "read"}
     for name in FRAMEWORKS:
+        if name == "caffe":  # has a test of what it lacks
+            continue
         tree = ast.parse((ADAPTERS / f"with_{name}.py").read_text())
         words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         lacking = {"repeat"} | (set() if name in networks._WITH_DECODER else networks._DECODER)
@@ -368,7 +370,7 @@ def test_the_networks_of_these_tests_have_every_kind_of_layer(described):
             layer = layers.pop()
             kinds.add(layer.kind)
             layers += [*layer.body, *layer.shortcut]
-    assert kinds == KINDS.keys() - {"repeat"}
+    assert kinds == KINDS.keys() - {"repeat", *networks._DECODER}
 
 
 @pytest.fixture(params=list(ENVIRONMENTS))

@@ -12,7 +12,7 @@ import torch
 from shoal.bench import environments, networks
 from shoal.bench.frameworks import harness, with_pytorch
 from shoal.bench.networks import Cell, NetworksOptions, Row, command, judged, measure, parse
-from shoal.bench.samples import draw
+from shoal.bench.samples import draw, random_samples
 from shoal.errors import InputError, ShoalError
 from shoal.networks.description import names, read
 from shoal.networks.modules import Network
@@ -174,7 +174,10 @@ def test_a_small_gpt_is_the_same_in_the_adapter(tiny, tmp_path):
     rows = []
     measure(replace(tiny, networks=(str(tmp_path / "gpt.toml"),)), [], rows.append)
     resolved = read(str(tmp_path / "gpt.toml")).resolve()
-    weights, data = (dict(np.load(file)) for file in networks.write_inputs(resolved, 4, tmp_path).values())
+    weights, data = (
+        dict(np.load(file))
+        for file in networks.write_inputs(resolved, random_samples(resolved, 4), tmp_path).values()
+    )
     network = Network(resolved)
     network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     inputs, targets = (torch.from_numpy(data[name][:4]) for name in ("inputs", "targets"))

@@ -59,9 +59,9 @@ def test_networks_are_told_with_the_fastest_the_knee_and_the_agreement_of_losses
         "The losses of fcn-r in 3 frameworks and modes agree to 6.0e-05 of their value over 25"
     )
     seconds = tables["Seconds a mini-batch"]
-    assert seconds.headings == ["network", "batch", "threads", *made_up.SPEED]
-    assert seconds.rows[0][:3] == ["fcn-r", "32", "1"]
-    assert [cell.startswith("*") for cell in seconds.rows[0][3:]] == [False, False, True]
+    assert seconds.headings == ["network", "batch", "threads", "workers", *made_up.SPEED]
+    assert seconds.rows[0][:4] == ["fcn-r", "32", "1", "1"]
+    assert [cell.startswith("*") for cell in seconds.rows[0][4:]] == [False, False, True]
     assert tables["Rows without a result"].rows == [
         ["fcn-r mxnet default batch 128, 4 threads", "failed", "mxnet is not installed"],
         ["fcn-r jax default batch 128, 4 threads", "rejected", "loss 3 on the same weights, pytorch has 2"],

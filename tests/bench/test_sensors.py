@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -141,14 +140,12 @@ def test_a_row_has_what_its_sensors_told(monkeypatch, tmp_path):
     events.append(json.dumps({"event": "timed", **timed}))
     asked = []
     monkeypatch.setattr(Watch, "told", lambda self, *asked_for: asked.append(asked_for) or {"cpu_mhz": [1.0]})
-    monkeypatch.setattr(
-        networks.subprocess,
-        "run",
-        lambda *_, **__: SimpleNamespace(stdout="\n".join(events), stderr="", returncode=0),
-    )
-    row = networks.run_adapter(
-        Cell("net", "pytorch", "default", 4, 1), {}, NetworksOptions(("net",)), tmp_path
-    )
+    (tmp_path / "events").write_text("\n".join(events))
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'events'}\n")
+    program.chmod(0o755)
+    options = NetworksOptions(("net",), pythons={"pytorch": str(program)})
+    row = networks.run_adapter(Cell("net", "pytorch", "default", 4, 1), {}, options, tmp_path)
     assert (row.status, row.peak_bytes, row.sensors) == ("done", 7, {"cpu_mhz": [1.0]})
     assert asked == [(7.0, 9.0, 8)]
     assert os.path.exists(tmp_path / "job.json")

@@ -33,9 +33,9 @@ class MeasuredRun:
     counted: bool  # counted, else by formula
     curve: list[Point]  # the first loss, before training, then all validations
     skip: int  # first steps that are left out
-    losses: list[float]  # of each step, on its training batch
     period: int = 1  # steps of a period: 1, those between two exchanges, or 0 for no period
     rounds: list[dict[str, Any]] = field(default_factory=list)  # of replica groups
+    losses: list[float] = field(default_factory=list)  # of each step, on its training batch
 
     @property
     def seconds_a_step(self) -> float:

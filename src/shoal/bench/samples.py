@@ -39,7 +39,7 @@ def resolve(network: str, data: Path | None) -> Resolved:
 def draw(network: str, data: Path | None, batch_size: int, steps: int) -> Arrays:
     """Return the samples of all steps, one after another; of four steps where they are random."""
     if data is None:
-        return _random(read(network).resolve(), batch_size * _RANDOM_STEPS)
+        return random_samples(read(network).resolve(), batch_size)
     task = open_task(network, data, batch_size)
     loader = make_loader(task.config, task.data.samples("train"), 0, 1, 1)
     inputs, targets = [], []
@@ -52,8 +52,9 @@ def draw(network: str, data: Path | None, batch_size: int, steps: int) -> Arrays
     return np.concatenate(inputs).astype(dtype), np.concatenate(targets)
 
 
-def _random(resolved: Resolved, count: int) -> Arrays:
-    rng = np.random.default_rng(SEED)
+def random_samples(resolved: Resolved, batch_size: int) -> Arrays:
+    """Return random samples of a few steps."""
+    rng, count = np.random.default_rng(SEED), batch_size * _RANDOM_STEPS
     if resolved.is_tokens:
         tokens = rng.integers(0, resolved.classes, (count, resolved.input[0] + 1), dtype=np.int32)
         return tokens[:, :-1], tokens[:, 1:].astype(np.int64)

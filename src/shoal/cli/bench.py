@@ -207,8 +207,6 @@ def networks(
 
     Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
 
-    Example: shoal bench networks --list
-
     Example: shoal bench networks fcn-r --batch-sizes 128 1024 --threads 1 2
 
     Example: shoal bench networks fcn-r --frameworks pytorch jax --data data/digits --steps 50

@@ -88,7 +88,7 @@ def peak_bytes(status: str = "/proc/self/status") -> int:
         return 0
 
 
-def take_cores(job: dict[str, Any]) -> None:
+def take_cores(job: "dict[str, Any]") -> None:
     """Keep this process to its part of the first `threads` logical CPUs."""
     allowed = sorted(os.sched_getaffinity(0), key=place_of)[: job["threads"]]
     share = job["threads"] // job["processes"]
