@@ -17,6 +17,7 @@ from shoal.bench.sections import SECTIONS, Picture, Table, answer, fastest
 from shoal.errors import InputError
 from tests.bench import made_up
 from tests.bench.made_up import gradsync_cell, network_row, samples
+from tests.commands import run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -322,3 +323,18 @@ def test_records_that_are_committed_are_still_read():
     assert len(record.timed) == 63
     names = json.loads((folder / "gradsync_grid.json").read_text())["cells"]
     assert record.timed[0].spread.median == pytest.approx(names[0]["seconds_a_step"])
+
+
+def test_the_commands_are_there_and_errors_are_sentences(tmp_path):
+    a, b = made_up.write(
+        tmp_path, a=made_up.networks(), b=made_up.networks([network_row(samples=samples(9.0))])
+    )
+    done = run("bench", "report", a, "--csv", tmp_path / "rows.csv")
+    assert (done.returncode, len((tmp_path / "rows.csv").read_text().splitlines())) == (0, 75)
+    assert run("bench", "compare", a, b, "--fail-above", "1.05").returncode == 1
+    b.write_text("{}")
+    done = run("bench", "compare", a, b)
+    assert done.returncode == 2
+    assert f"error: record {b}: name = None is not that of a record" in done.stderr
+    done = run("bench", "all", "--output", tmp_path / "tour", "--minutes", "0")
+    assert (done.returncode, "--minutes 0 is too short" in done.stderr) == (2, True)

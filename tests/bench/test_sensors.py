@@ -83,6 +83,12 @@ def test_clocks_throttling_and_the_memory_of_the_process_and_its_children(machin
     }
 
 
+def test_a_child_is_found_after_the_numbers_of_processes_began_anew(machine):
+    for pid, parent, kilobytes in ((1, 0, 1), (3, 10, 4), (4, 3, 8), (10, 1, 2), (13, 1, 16)):
+        write(machine.proc / str(pid), stat=f"{pid} (a) S {parent} 1 1", status=f"VmRSS:\t{kilobytes} kB")
+    assert machine.read(1.0) == {"time": 1.0, "resident_bytes": 12 * 1024}
+
+
 def test_without_cpufreq_the_clock_is_that_of_cpuinfo(machine):
     write(machine.proc, cpuinfo="processor : 0\ncpu MHz\t\t: 2596.148\nprocessor : 1\ncpu MHz\t\t: 2600.5")
     assert machine.read(1.0) == {"time": 1.0, "cpu_mhz": 2600.5}

@@ -116,13 +116,18 @@ class Watch:
                 yield float(value.split()[0])
 
     def _descendants(self) -> set[int]:
-        """Return the children of the parent, and theirs; a child's number is above its parent's."""
+        """Return the children of the parent, and theirs, in the order of their numbers.
+
+        Processes older than the parent are read only if there is no child among the newer ones: reading all
+        takes time, and numbers begin anew after the largest.
+        """
         pids = sorted(int(folder.name) for folder in self.proc.iterdir() if folder.name.isdigit())
-        family = {self.parent}
-        for pid in pids[bisect.bisect(pids, self.parent) :]:  # older processes are not read, which costs time
-            after_name = _text(self.proc / f"{pid}/stat").rpartition(")")[2].split()
-            if after_name and int(after_name[1]) in family:
-                family.add(pid)
+        first, family = bisect.bisect(pids, self.parent), {self.parent}
+        for group in (pids[first:], pids[:first]):
+            for pid in group if len(family) == 1 else ():
+                after_name = _text(self.proc / f"{pid}/stat").rpartition(")")[2].split()
+                if after_name and int(after_name[1]) in family:
+                    family.add(pid)
         return family - {self.parent}
 
     def told(self, began: float, ended: float, num_samples: int) -> dict[str, Any]:
