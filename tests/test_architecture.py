@@ -77,7 +77,7 @@ MUST_NOT_LOAD_TORCH = (
 )
 MUST_NOT_LOAD_TORCH += ("data.dataset", "data.tokenizer", "data.prepare", "notebook", "infer.serve.render")
 MAY_TOUCH_ENVIRONMENT = ("runtime", "launch", "strategies.replica_groups", "doctor", "data.prepare.engine")
-MAY_TOUCH_ENVIRONMENT += ("bench.frameworks",)  # processes of their own
+MAY_TOUCH_ENVIRONMENT += ("bench.frameworks",)  # in processes of their own
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 EXTRAS = ("daft", "ray", "pyarrow", "scipy", "sentencepiece", "zstandard", "matplotlib", "transformers")
 EXTRAS += ("tensorboard", "wandb", "trackio", "fastapi", "uvicorn", "lm_eval")

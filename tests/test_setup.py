@@ -177,7 +177,9 @@ def test_the_demonstration_installs_less_and_nothing_twice(tmp_path):
     assert installed("demo") == []
     assert installed("test") == ["test"]
     for ready in (".ready", ".ready-demo"):
-        os.utime(tmp_path / ".venv" / ready, (1, 1))  # the clock of a file system is coarser than two of these lines
+        os.utime(
+            tmp_path / ".venv" / ready, (1, 1)
+        )  # the clock of a file system is coarser than two of these lines
     assert installed("test") == ["test"]
     assert installed("demo", "test") == []
 

@@ -185,7 +185,7 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     if python is None:
         return Row(cell, "failed", how_to_get(cell.framework))
     processes = cell.workers if cell.framework in _PROCESSES else 1
-    job = {**job, "workers": cell.workers, "processes": processes, "ports": _free_ports(processes)}
+    job = {**job, "processes": processes, "ports": _free_ports(processes)}
     write_json(folder / "job.json", {**job, "program": python})
     if cell.framework == "caffe":  # has no Python: this one drives the program
         python = sys.executable
@@ -344,6 +344,7 @@ def _job(resolved: Resolved, cell: Cell, options: NetworksOptions) -> dict[str, 
     return {
         "network": {"is_tokens": resolved.is_tokens, "layers": [as_json(layer) for layer in resolved.layers]},
         "batch": cell.batch,
+        "workers": cell.workers,
         "threads": cell.threads,
         "mode": cell.mode,
         "device": options.device,
