@@ -353,6 +353,7 @@ def test_a_framework_without_packages_for_this_python_says_so(monkeypatch, tmp_p
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++")
+@pytest.mark.proof
 def test_pytorch_compiled_computes_the_same(described):
     rows = rows_of(described(DENSE, modes=("default", "tuned")))
     assert [(row.cell.mode, row.status, row.reason) for row in rows] == [
