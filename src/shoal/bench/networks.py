@@ -194,7 +194,8 @@ def run_adapter(cell: Cell, job: dict[str, Any], options: NetworksOptions, folde
     # On the CPU no GPU: a framework that takes one by itself would be compared with others that do not.
     settings = ["CUDA_VISIBLE_DEVICES="] if options.device == "cpu" else []
     each = cell.threads // cell.workers
-    settings.append(f"GLOO_SOCKET_IFNAME={interface_towards('127.0.0.1')}")
+    # Temporary files of a framework go with the folder.
+    settings += [f"GLOO_SOCKET_IFNAME={interface_towards('127.0.0.1')}", f"TMPDIR={folder}"]
     words = ["env", *settings, *(f"{name}={each}" for name in names_of_threads), *command]
     with Watch() as watch, contextlib.ExitStack() as stack:
         children, until = [], time.monotonic() + options.limit_s
