@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
-from shoal.bench.convergence import ConvergenceOptions, Epoch, epochs, groups
+from shoal.bench.convergence import ConvergenceOptions, Epoch, epochs, groups, runs_of
 from shoal.bench.measured import measured
 from shoal.errors import InputError
 
@@ -77,7 +77,7 @@ def result(seed: int, losses: list[float], accuracies: list[float]) -> CellResul
 
 def test_an_epoch_has_the_mean_training_loss_of_its_own_steps():
     several = [result(1, [4.0, 2.0, 1.0, 0.0], [0.5, 0.75]), result(2, [8.0, 6.0, 3.0, 1.0], [0.25, 1.0])]
-    assert list(epochs(several)) == [
+    assert list(epochs(runs_of(several))) == [
         Epoch(1.0, [1.0, 1.0], [3.0, 7.0], [1.0, 0.5], [0.5, 0.25]),
         Epoch(2.0, [2.0, 2.0], [0.5, 2.0], [1.0, 0.5], [0.75, 1.0]),
     ]

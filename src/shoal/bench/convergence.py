@@ -20,6 +20,7 @@ from rich.table import Table
 
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
 from shoal.bench.gradsync import LOCAL, make_data, measure
+from shoal.bench.measured import MeasuredRun
 from shoal.bench.record import begin, describe
 from shoal.config.load import load_config
 from shoal.data.prepare.images import RANDOM
@@ -146,6 +147,11 @@ def groups(found: Sequence[CellResult]) -> list[tuple[str, list[CellResult]]]:
     return list(alike.items())
 
 
+def runs_of(results: Sequence[CellResult]) -> list[MeasuredRun]:
+    """Return the runs that ended well."""
+    return [result.found for result in results if result.found]
+
+
 @dataclass(frozen=True)
 class Epoch:
     """An evaluation, over all seeds."""
@@ -157,9 +163,8 @@ class Epoch:
     accuracy: list[float]
 
 
-def epochs(results: Sequence[CellResult]) -> Iterator[Epoch]:
-    """Yield the evaluations that all seeds have."""
-    runs = [result.found for result in results if result.found]
+def epochs(runs: Sequence[Any]) -> Iterator[Epoch]:
+    """Yield the evaluations that all runs have; a run has a `curve`, and `losses` by step."""
     for points in zip(*(itertools.pairwise(run.curve) for run in runs), strict=False):
         yield Epoch(
             points[0][1].epoch,
@@ -180,7 +185,8 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _table(name: str, results: Sequence[CellResult]) -> Table:
-    seen, batch = list(epochs(results)), results[0].cell.network.global_batch_size
+    seen = list(epochs(runs_of(results)))
+    batch = results[0].cell.network.global_batch_size
     seeds = counted(sum(result.found is not None for result in results), "seed")
     notes = [f"{r.cell.network.name}: {r.status}: {r.reason}" for r in results if r.found is None]
     table = Table(
@@ -211,7 +217,7 @@ def draw(found: Sequence[CellResult], path: Path) -> None:
     by_network: dict[str, list[tuple[str, list[Epoch]]]] = {}
     for name, results in groups(found):
         network, _, workers = name.partition(", ")
-        if seen := list(epochs(results)):
+        if seen := list(epochs(runs_of(results))):
             by_network.setdefault(network, []).append((workers, seen))
     panels: tuple[tuple[str, str, Any], ...] = (
         ("epoch", "training loss", lambda one: one.training_loss),

@@ -144,6 +144,7 @@ class Row:
     losses: list[float] = field(default_factory=list)  # of all steps, the warm-up included
     versions: dict[str, str] = field(default_factory=dict)
     layers: str = ""  # digest of the network
+    multiply_adds: int = 0  # of one sample, forward
     mechanism: str = ""  # by which several workers agree
     ended: float = 0.0  # the steps, in seconds since the epoch
     peak_bytes: int = 0  # resident memory; 0 if the system does not tell it
@@ -319,7 +320,7 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
                         continue
                     job = {**files, **_job(resolved, cell, options)}
                     found = run_adapter(cell, job, options, Path(folder))
-                    found.layers = resolved.digest
+                    found.layers, found.multiply_adds = resolved.digest, resolved.multiply_adds
                     reference = references.get(cell.workers if by_cut else min(references, default=0))
                     curve = reference if options.data else None
                     known[cell] = judged(found, resolved, reference, options.steps, curve=curve)

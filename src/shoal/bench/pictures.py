@@ -103,7 +103,8 @@ def bars(labels: Sequence[str], parts: dict[str, Sequence[float]], notes: Sequen
 
     def draw(axes: Axes) -> None:
         places, ends = range(len(labels)), [0.0] * len(labels)
-        for (name, widths), colour in zip(parts.items(), ("#1f5fa8", "#b9cbe2"), strict=True):
+        colours = ("#1f5fa8", "#b9cbe2") if len(parts) < 3 else _COLOURS
+        for (name, widths), colour in zip(parts.items(), colours, strict=False):
             axes.barh(places, widths, left=ends, color=colour, height=0.62, label=name)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
         for place, end, note in zip(places, ends, notes, strict=True):
@@ -115,7 +116,7 @@ def bars(labels: Sequence[str], parts: dict[str, Sequence[float]], notes: Sequen
         axes.grid(axis="x", color=_GRID)
         axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
-    return _picture(draw, 1.5 + 0.3 * len(labels))
+    return _picture(draw, 1.5 + 0.3 * len(labels) + 0.1 * len(parts))
 
 
 def _short(label: str) -> str:

@@ -11,9 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from shoal.bench.ceilings import Ceiling
+from shoal.bench.layouts import Column
 from shoal.bench.measured import Point
 from shoal.bench.networks import Row
-from shoal.errors import InputError
+from shoal.bench.products import Row as Way
+from shoal.errors import InputError, counted
 from shoal.plan.link_cost import Link
 from shoal.runtime.files import read_json
 
@@ -107,6 +110,23 @@ class CollectivesRow:
     wrong: int
 
 
+@dataclass
+class ConvergenceRow:
+    """Training of `shoal bench convergence`; `network` ends with its seed."""
+
+    network: str
+    workers: int
+    global_batch_size: int
+    status: Literal["done", "refused", "failed"]
+    reason: str = ""
+    curve: list[Point] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}, {counted(self.workers, 'worker')}"
+
+
 @dataclass(kw_only=True)
 class Record:
     """What every record begins with."""
@@ -153,11 +173,35 @@ class CollectivesRecord(Record):
     rows: list[CollectivesRow]
 
 
+@dataclass(kw_only=True)
+class ConvergenceRecord(Record):
+    cells: list[ConvergenceRow]
+
+
+@dataclass(kw_only=True)
+class LayoutsRecord(Record):
+    rows: list[Column]
+
+
+@dataclass(kw_only=True)
+class CeilingsRecord(Record):
+    rows: list[Ceiling]
+
+
+@dataclass(kw_only=True)
+class ProductsRecord(Record):
+    rows: list[Way]
+
+
 # A record is of the kind that its name begins with, up to an underscore: gradsync_grid is one of gradsync.
 SCHEMAS: dict[str, type[Record]] = {
     "networks": NetworksRecord,
     "gradsync": GradsyncRecord,
     "collectives": CollectivesRecord,
+    "convergence": ConvergenceRecord,
+    "layouts": LayoutsRecord,
+    "ceilings": CeilingsRecord,
+    "products": ProductsRecord,
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from shoal.bench.read_records import NetworksRecord, Record, load
-from shoal.bench.sections import SECTIONS, answer
+from shoal.bench.read_records import CeilingsRecord, NetworksRecord, Record, load
+from shoal.bench.sections import SECTIONS, Block, answer, shares
 from shoal.errors import InputError
 from shoal.runtime.files import check_targets, write_text
 
@@ -63,12 +63,19 @@ def page(records: Sequence[Record], notes: Sequence[str] = ()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    machine = next((record for record in records if isinstance(record, CeilingsRecord)), None)
+
+    def blocks(record: Record) -> Iterator[Block]:
+        yield from SECTIONS[record.kind](record)
+        if machine and isinstance(record, NetworksRecord):
+            yield from shares(record, machine)
+
     sections = [
         {
             "title": record.name,
             "file": record.path.name,
             "facts": facts(record),
-            "runs": [list(run) for _, run in itertools.groupby(SECTIONS[record.kind](record), type)],
+            "runs": [list(run) for _, run in itertools.groupby(blocks(record), type)],
         }
         for record in records
     ]

@@ -8,14 +8,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.bench import pictures
+from shoal.bench.ceilings import exchange_s, share
+from shoal.bench.convergence import Epoch, epochs
 from shoal.bench.networks import Cell
 from shoal.bench.pictures import Series
 from shoal.bench.read_records import (
+    CeilingsRecord,
     CollectivesRecord,
+    ConvergenceRecord,
     GradsyncRecord,
     GradsyncRow,
+    LayoutsRecord,
     NetworksRecord,
     NetworksRow,
+    ProductsRecord,
     Spread,
     done,
 )
@@ -356,9 +362,114 @@ def collectives(record: CollectivesRecord) -> Iterator[Block]:
     yield Table("Milliseconds an all-reduce", ["size", *algorithms], lines, note)
 
 
+def shares(record: NetworksRecord, machine: CeilingsRecord) -> Iterator[Table]:
+    """Yield each row's share of the matrix rate, and its gradients' time on the link beside its step."""
+    lines = []
+    for row in done(record.rows):
+        part = share(3 * row.multiply_adds * row.rate.median, machine.raw, threads=row.cell.threads)
+        link = exchange_s(row.parameters, machine.raw)
+        times = [_number(1e3 * row.spread.median), _number(4e-6 * row.parameters), _number(1e3 * (link or 0))]
+        lines.append([row.name, f"{part:.0%}" if part and row.multiply_adds else "", *times])
+    headings = ("row", "of the matrix rate", "ms a step", "MB of gradients", "ms on the link")
+    note = f"Rates of {machine.path.name}. Multiply-adds of a step: three times those of the forward pass."
+    yield Table("Share of what this machine can do", headings, lines, note)
+
+
+def ceilings(record: CeilingsRecord) -> Iterator[Block]:
+    """Yield the rates of the machine."""
+    lines = [
+        [row.what, row.device, row.kind, f"{row.threads or ''}", _number(row.rate / 1e9) or row.reason]
+        for row in record.rows
+    ]
+    note = "GFLOP/s of matmul, GB/s of all others, by the median."
+    yield Table("Rates of this machine", ("", "device", "kind", "threads", "rate"), lines, note)
+
+
+def products(record: ProductsRecord) -> Iterator[Block]:
+    """Yield the ways to compute each product, in milliseconds."""
+    for group, own in grouped(record.rows, lambda row: row.group).items():
+        timed = sorted((row for row in own if row.samples), key=lambda row: statistics.median(row.samples))
+        if timed:
+            ms = [1e3 * statistics.median(row.samples) for row in timed]
+            sentence = f"{timed[0].way} takes the least time for {group}: {ms[0]:.3g} ms"
+            sentence += f", {timed[-1].way} {ms[-1] / ms[0]:.3g} times as long" * (len(ms) > 1)
+            notes = [f"{row.flop / time / 1e6:.3g} GFLOP/s" for row, time in zip(timed, ms, strict=True)]
+            picture = pictures.bars([row.way for row in timed], {"ms": ms}, notes, "ms")
+            yield Picture(f"{sentence}.", picture, f"{group}, medians. GFLOP/s of the direct formula.")
+    lines = [[row.group, row.way, row.reason] for row in record.rows if row.reason]
+    if lines:
+        yield Table("Ways without a result", ("product", "way", "reason"), lines)
+
+
+def layouts(record: LayoutsRecord) -> Iterator[Block]:
+    """Yield time by phase, memory and losses of each layout."""
+    rows = [row for row in done(record.rows) if row.seconds]
+    times = {row.layout: row.ms() for row in rows}
+    names = list(next(iter(times.values()), ()))
+    told = [["parameters a rank", *(f"{row.parameters:,}" for row in rows)]]
+    told += [[f"ms: {name}", *(_number(times[row.layout][name]) for row in rows)] for name in names]
+    told.append(["peak MB a rank", *(_number(row.peak_bytes / 1e6) for row in rows)])
+    told.append(["training loss", *(f"{row.losses[-1]:.4f}" if row.losses else "" for row in rows)])
+    for name in dict.fromkeys(name for row in rows for name in row.found):
+        told.append([name.replace("_", " "), *(_number(row.found.get(name, 0)) for row in rows)])
+    if rows:
+        best = min(rows, key=lambda row: times[row.layout]["step"])
+        shown = [str(name) for name in names if name not in ("step", "tp", "shard")]
+        phases: dict[str, Sequence[float]] = {
+            name: [max(0, times[row.layout][name]) for row in rows] for name in shown
+        }
+        notes = [f"{row.peak_bytes / 1e6:,.0f} MB" for row in rows]
+        picture = pictures.bars([row.layout for row in rows], phases, notes, "ms a step")
+        sentence = f"{best.layout} has the shortest mean step: {times[best.layout]['step']:.3g} ms."
+        yield Picture(sentence, picture, "Phases of rank 0. MB: peak memory of the rank that needs most.")
+    yield Table("Layouts side by side", ["", *times], told)
+    if lines := [[row.layout, row.status, row.reason] for row in record.rows if row.status != "done"]:
+        yield Table("Layouts without a result", ("layout", "status", "reason"), lines)
+
+
+def convergence(record: ConvergenceRecord) -> Iterator[Block]:
+    """Yield training loss and accuracy by epoch, and accuracy by second; bands are those of all seeds."""
+    networks = grouped(done(record.cells), lambda row: (row.network.rpartition(" seed ")[0], row.workers))
+    for name in dict.fromkeys(name for name, _ in networks):
+        seen = {w: list(epochs(own)) for (network, w), own in networks.items() if network == name}
+        seen = {workers: found for workers, found in seen.items() if found}
+        panels: tuple[tuple[str, str, Callable[[Epoch], list[float]]], ...] = (
+            ("epoch", "training loss (nats)", lambda one: one.training_loss),
+            ("epoch", "accuracy", lambda one: one.accuracy),
+            ("training time (s)", "accuracy", lambda one: one.accuracy),
+        )
+        for below, beside, values in panels:
+            series, ends = [], []
+            for workers, found in seen.items():
+                points = [
+                    (one.epoch if below == "epoch" else statistics.fmean(one.seconds), _of_seeds(values(one)))
+                    for one in found
+                    if values(one)
+                ]
+                label = counted(workers, "worker")
+                if points:
+                    series.append(Series(label, points))
+                    end, x = points[-1][1], points[-1][0]
+                    at = f"epoch {x:.1f}" if below == "epoch" else f"{x:.3g} s"
+                    ends.append(f"{end.median:.4g} ({end.low:.4g} to {end.high:.4g}) with {label} at {at}")
+            if series:
+                picture = pictures.lines(series, below, beside, scale="linear")
+                sentence = f"{beside.partition(' (')[0].capitalize()} of {name}: {_and(ends)}."
+                yield Picture(sentence, picture, f"{name}. Mean of the seeds; bands: all seeds.")
+    yield from left_out(record.cells)
+
+
+def _of_seeds(values: Sequence[float]) -> Spread:
+    return Spread(statistics.fmean(values), min(values), max(values))
+
+
 # A new kind of record needs its schema in read_records.SCHEMAS and its section here.
 SECTIONS: dict[str, Callable[[Any], Iterator[Block]]] = {
     "networks": networks,
     "gradsync": gradsync,
     "collectives": collectives,
+    "convergence": convergence,
+    "layouts": layouts,
+    "ceilings": ceilings,
+    "products": products,
 }
