@@ -21,7 +21,7 @@ from shoal.config.load import config_from_toml, load_config
 from shoal.data.tokenizer import bytes_tokenizer_json, parse_tokenizer
 from shoal.errors import ConfigError, InputError, ShoalError
 from shoal.infer.load import TextModel
-from shoal.interop.hugging_face import config_json, with_model_of
+from shoal.interop.hugging_face import with_model_of
 from tests.models.hf import decoder_from_hf, random_gpt2
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "notebook.ipynb"
@@ -117,7 +117,7 @@ def test_settings_may_be_nested_or_named_with_dots_and_a_config_may_be_an_object
 
 
 def test_what_is_not_given_is_left_to_the_folder_that_training_starts_from(ran, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_json(decoder_from_hf(random_gpt2()).shape, 0)))
+    random_gpt2().save_pretrained(tmp_path)
     for source in ("finetune", load_config("finetune")):
         shoal.train(source, run_dir=tmp_path / "run", init=tmp_path)
     for _, config in ran:

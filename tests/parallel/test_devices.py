@@ -21,6 +21,9 @@ class Part(nn.Linear):
     def named_weights(self):
         return dict(self.named_parameters())
 
+    def running_statistics(self):
+        return {}
+
 
 def loss_on_the_device(model, micro, inputs=None):
     return torch.ones((), device=META, requires_grad=True)
