@@ -166,7 +166,10 @@ def test_what_caffe_cannot_compute_costs_its_row_with_the_reason(tmp_path, caffe
     assert "Caffe's average counts the padding" in rows_of(tmp_path, average, caffe)[-1].reason
     tokens = 'tokens = 4\nclasses = 5\n[[layers]]\nkind = "embedding"\nout = 3\n'
     tokens += '[[layers]]\nkind = "linear"\nout = "classes"'
-    assert "Caffe's LSTM has one bias vector" in rows_of(tmp_path, tokens, caffe)[-1].reason
+    row = rows_of(tmp_path, tokens, caffe)[-1]
+    assert (row.status, row.reason) == ("left out", "this adapter has no layer of kind embedding")
+    recurrent = tokens.replace("out = 3\n", 'out = 3\n[[layers]]\nkind = "lstm"\nout = 3\n')
+    assert "Caffe's LSTM has one bias vector" in rows_of(tmp_path, recurrent, caffe)[-1].reason
     floor = ALL.replace("ceil = true", "ceil = false")
     reason = rows_of(tmp_path, floor, caffe)[-1].reason  # Caffe 1.0 cannot round down
     assert reason.startswith("RuntimeError: caffe train ended with status 134: F1124 ")

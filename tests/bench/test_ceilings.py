@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.bench import ceilings
-from shoal.bench.ceilings import Ceiling, Timed, exchange_s, measure, repeat, share, time_call
+from shoal.bench.ceilings import Ceiling, Repeats, exchange_s, measure, repeat, share, time_call
 from shoal.errors import InputError, ShoalError
 
 LINK = Ceiling("link", "cpu", "gloo", 0, 1 << 24, 1e8, 1e-3)
@@ -37,7 +37,7 @@ def test_a_call_ends_when_the_device_is_done():
 
 def test_the_first_call_is_not_timed_and_a_wrong_or_failing_one_has_no_times():
     calls, on = [], SimpleNamespace(synchronise=lambda: None)
-    good, wrong, failing = Timed(), Timed(), Timed()
+    good, wrong, failing = Repeats(), Repeats(), Repeats()
     time_call(good, lambda: lambda: calls.append(1), on, 1e-9, lambda result: "")
     assert (len(good.samples), len(calls)) == (3, 4)
     time_call(wrong, lambda: lambda: 3, on, 1e-9, lambda result: f"{result} is wrong")
@@ -80,15 +80,11 @@ def test_a_rate_that_cannot_be_measured_costs_its_own_row(monkeypatch, capsys, t
     assert "link cpu gloo: rank 1 was killed" in capsys.readouterr().out
 
 
-def record(*rows):
-    return {"name": "ceilings", "rows": [vars(row) for row in rows]}
-
-
 def test_a_step_is_measured_against_the_products_of_its_threads_and_gradients_against_the_link():
-    found = record(
+    found = [
         Ceiling("matmul", "cpu", "fp32", 1, 8, 1e9), Ceiling("matmul", "cpu", "fp32", 2, 8, 2e9),
         Ceiling("matmul", "cpu", "bf16", 2, 8, 0.0, reason="no kernel"), LINK,
-    )  # fmt: skip
+    ]  # fmt: skip
     multiply_adds, batch, median_s = 1e6, 10, 0.1
     assert share(3 * multiply_adds * batch / median_s, found, threads=2) == pytest.approx(0.3)
     assert share(3e8, found, threads=1) == pytest.approx(0.6)
@@ -96,24 +92,7 @@ def test_a_step_is_measured_against_the_products_of_its_threads_and_gradients_ag
     assert share(3e8, found, threads=2, kind="bf16") is None
     assert exchange_s(25_000_000, found) == pytest.approx(2e-3 + 1.0)  # two ranks: each sends all of it once
     assert exchange_s(25_000_000, found, ranks=4) == pytest.approx(6e-3 + 1.5)
-    assert exchange_s(1, record()) is None
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"name": "networks", "rows": []}, "the record is not a record of shoal bench ceilings"),
-        ([1], "the record is not a record of shoal bench ceilings"),
-        ({"name": "ceilings"}, "ceilings: rows: input should be a valid list"),
-        (
-            record(Ceiling("matmul", "cpu", "fp32", "many", 8)),
-            "rows.0.threads: input should be a valid integer",
-        ),
-    ],
-)
-def test_another_record_is_refused(found, message):
-    with pytest.raises(InputError, match=message):
-        share(1.0, found, threads=1)
+    assert exchange_s(1, []) is None
 
 
 def test_the_command_measures_this_machine(tmp_path):

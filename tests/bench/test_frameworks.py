@@ -23,6 +23,7 @@ from shoal.networks.description import KINDS, read
 from tests.tiny_dataset import random_dataset
 
 ADAPTERS = Path(harness.__file__).parent
+OF_A_DECODER = {"attention", "gelu", "layer_norm", "unembedding"}
 IMAGES = """
 input = [3, 13, 13]
 classes = 10
@@ -167,21 +168,30 @@ def test_each_adapter_has_every_kind_of_layer_and_the_whole_contract():
             continue
         tree = ast.parse((ADAPTERS / f"with_{name}.py").read_text())
         words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        lacking = {"repeat"} | (set() if name in networks._WITH_DECODER else networks._DECODER)
+        lacking = {"repeat"} | (set() if name in ("pytorch", "jax") else OF_A_DECODER)
         assert KINDS.keys() - lacking <= words, name
         (adapter,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Adapter")
         own = {node.name for node in adapter.body if isinstance(node, ast.FunctionDef)}
         assert methods | ({"mean"} if name in networks._PROCESSES else set()) <= own, name
 
 
-def test_a_framework_without_a_kind_of_layer_is_left_out(described):
-    decoder = 'tokens = 8\nclasses = 11\nlayers = [{ kind = "embedding", out = 8 }, { kind = "layer_norm" }, '
-    decoder += '{ kind = "linear", out = "classes" }]'
-    (row,) = rows_of(described(decoder, frameworks=("tensorflow",)))
-    assert (row.status, row.reason) == (
-        "left out",
-        "the adapter of tensorflow has no layers of kind layer_norm",
+def test_what_an_adapter_has_not_is_left_out_with_its_reason(described, tmp_path, monkeypatch):
+    """A layer that it lacks, and workers without a mechanism; no failure either."""
+    (tmp_path / "harness.py").write_text((ADAPTERS / "harness.py").read_text())
+    (tmp_path / "with_pytorch.py").write_text((ADAPTERS / "with_pytorch.py").read_text())
+    (tmp_path / "with_jax.py").write_text(
+        "class Adapter:\n    def __init__(self, job, weights):\n"
+        "        if job['workers'] == 1:\n            raise NotImplementedError('no layer of kind linear')\n"
+        "    def num_parameters(self):\n        return 1\n    def versions(self):\n        return {}\n"
     )
+    monkeypatch.setattr(networks, "_ADAPTERS", tmp_path)
+    options = described(
+        DENSE, frameworks=("jax",), workers=(1, 2), threads=(2,), pythons={"jax": sys.executable}
+    )
+    assert [(row.status, row.reason) for row in rows_of(options)] == [
+        ("left out", "no layer of kind linear"),
+        ("left out", "this adapter has no data parallelism on a CPU"),
+    ]
 
 
 def test_a_process_gets_its_part_of_each_batch_and_of_the_cores(tmp_path, monkeypatch, capsys):
@@ -371,7 +381,7 @@ def test_the_networks_of_these_tests_have_every_kind_of_layer(described):
             layer = layers.pop()
             kinds.add(layer.kind)
             layers += [*layer.body, *layer.shortcut]
-    assert kinds == KINDS.keys() - {"repeat", *networks._DECODER}
+    assert kinds == KINDS.keys() - {"repeat", *OF_A_DECODER}
 
 
 @pytest.fixture(params=list(ENVIRONMENTS))

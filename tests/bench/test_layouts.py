@@ -86,7 +86,7 @@ def test_times_are_those_of_the_middle_half_after_the_warm_up_and_add_up():
     ms = column.ms()
     assert ms["step"] == pytest.approx(2000)  # of 0.01, 1, 2, 2, 2, 3 and 50 s
     assert (ms["forward"], ms["tp"], ms["other"]) == pytest.approx((600, 400, 200))
-    parts = layouts._parts(column)
+    parts = column.parts()
     whole = sum(parts[name] for name in ("forward and backward", *PHASES[3:], "data", "other"))
     assert whole == pytest.approx(ms["step"])
     assert (column.parameters, column.peak_bytes, column.found) == (7, 5, {"validation_loss": 1.5})

@@ -8,10 +8,11 @@ from shoal.bench.ceilings import Ceiling
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
 from shoal.bench.layouts import Column
 from shoal.bench.measured import measured
-from shoal.bench.products import Row as Way
+from shoal.bench.products import Way
 from shoal.bench.read_records import load
 from shoal.bench.report import as_csv, page
 from shoal.bench.sections import SECTIONS, Picture, Table, shares
+from shoal.errors import InputError
 from shoal.runtime.files import write_json
 from shoal.train.clock import PHASES
 from tests.bench import made_up
@@ -70,16 +71,19 @@ def test_layouts_stand_side_by_side(read):
         )
 
     refused = asdict(Column("tp3", "refused", "2 heads"))
-    words, tables = told(read("layouts", rows=[column("1", 0.2), column("dp2", 0.1), refused]))
+    asked = {"unit": "tokens", "steps": 2, "per_step": 100}
+    rows = [column("1", 0.2), column("dp2", 0.1), refused]
+    words, tables = told(read("layouts", rows=rows, options=asked))
     assert words == ["dp2 has the shortest mean step: 100 ms."]
     table = tables["Layouts side by side"]
     assert table.headings == ["", "1", "dp2"]
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["ms: step"] == ["200", "100"]
-    assert rows["peak MB a rank"] == ["2", "2"]
-    assert rows["training loss"] == ["4.0000", "4.0000"]
+    assert rows["ms a step"] == ["200.0", "100.0"]
+    assert rows["tokens/s"] == ["500", "1,000"]
+    assert rows["speed (1 = 1)"] == ["1.00", "2.00"]
+    assert rows["loss, step 2"] == ["4.0000", "4.0000"]
     assert rows["validation perplexity"] == ["7.389", "7.389"]
-    assert tables["Layouts without a result"].rows == [["tp3", "refused", "2 heads"]]
+    assert tables["Rows without a result"].rows == [["tp3", "refused", "2 heads"]]
 
 
 def test_rates_products_and_the_shares_of_a_network(read):
@@ -102,3 +106,31 @@ def test_rates_products_and_the_shares_of_a_network(read):
     text = page([networks, machine, products])
     assert "Share of what this machine can do" in text
     assert as_csv([machine, products]).count("\n") == 1 + 2 + 3
+
+
+DONE = asdict(Column("dp2", "done", seconds=[0.1], phases_s={name: [0.01] for name in PHASES}, losses=[4.0]))
+ASKED = {"options": {"unit": "tokens", "steps": 2, "per_step": 100}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("layouts", {"rows": [DONE]}, "options need unit"),
+        ("layouts", {"rows": [DONE | {"layout": "dp0"}], **ASKED}, "dp0"),
+        ("layouts", {"rows": [DONE | {"phases_s": {}}], **ASKED}, "as many times of each phase"),
+        ("layouts", {"rows": [DONE | {"seconds": [0.0]}], **ASKED}, "seconds above 0"),
+        ("convergence", {"cells": [training(1, 1, [0.5]) | {"losses": []}]}, "the losses of its steps"),
+        ("convergence", {"cells": [training(1, 1, [0.5]) | {"curve": []}]}, "needs a curve"),
+        ("products", {"rows": [asdict(Way("A", "b", 1.0)) | {"samples": [0.0]}]}, "above 0"),
+        ("ceilings", {"rows": [{"what": "matmul"}]}, "rows.0.device"),
+    ],
+)
+def test_a_record_that_cannot_be_is_rejected_with_the_file(read, name, content, said):
+    with pytest.raises(InputError, match=f"record .*{name}.json: .*{said}"):
+        read(name, **content)
+
+
+def test_runs_that_diverged_are_not_drawn(read):
+    diverged = training(1, 1, [0.5, 0.6]) | {"losses": [float("inf"), float("nan")]}
+    words, _ = told(read("convergence", cells=[diverged]))
+    assert [sentence.split()[0] for sentence in words] == ["Accuracy", "Accuracy"]

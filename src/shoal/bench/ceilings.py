@@ -41,15 +41,20 @@ Make = Callable[[], Act]  # what it does before it returns the call is not timed
 
 
 @dataclass
-class Timed:
+class Repeats:
     """Times of a call, or the reason why there are none."""
 
     samples: list[float] = field(default_factory=list, kw_only=True)  # seconds
     reason: str = field(default="", kw_only=True)
 
+    def __post_init__(self) -> None:
+        """Raise a ValueError for times that a record cannot have."""
+        if self.samples and not min(self.samples) > 0:
+            raise ValueError("samples must be above 0")
+
 
 @dataclass
-class Ceiling(Timed):
+class Ceiling(Repeats):
     """A rate; `kind` is the number format, how the host's memory is held, or what joins the ranks."""
 
     what: str  # matmul, copy, triad, to device, from device, link
@@ -75,7 +80,7 @@ def repeat(
     return samples
 
 
-def time_call(row: Timed, make: Make, on: Device, seconds: float, check: Callable[[Any], str]) -> None:
+def time_call(row: Repeats, make: Make, on: Device, seconds: float, check: Callable[[Any], str]) -> None:
     """Fill in the times of a call, unless `check` says what is wrong with its first result."""
     try:
         act = make()
@@ -154,33 +159,30 @@ def _link() -> Ceiling:
 
 
 def share(
-    multiply_adds_per_s: float, found: Any, *, threads: int, kind: str = "fp32", device: str = "cpu"
+    multiply_adds_per_s: float,
+    rows: Sequence[Ceiling],
+    *,
+    threads: int,
+    kind: str = "fp32",
+    device: str = "cpu",
 ) -> float | None:
     """Return which part of the measured matrix rate a program reaches; None if that was not measured.
 
-    `found` is a record of `shoal bench ceilings`. A training step does 3 x multiply-adds x batch: those of
-    the forward pass, and two for each of them in the backward pass.
-
-    Raises:
-        InputError: `found` is no such record.
+    A training step does 3 x multiply-adds x batch: those of the forward pass, and two for each of them in the
+    backward pass.
     """
-    for row in record.rows_of(found, "ceilings", "the record", Ceiling):
-        measured = ("matmul", device, kind) == (row.what, row.device, row.kind) and row.threads in (
-            0,
-            threads,
-        )
-        if measured and row.rate:
+    for row in rows:
+        measured = ("matmul", device, kind) == (row.what, row.device, row.kind)
+        if measured and row.threads in (0, threads) and row.rate:
             return 2 * multiply_adds_per_s / row.rate
     return None
 
 
-def exchange_s(num_parameters: int, found: Any, *, ranks: int = _RANKS, itemsize: int = 4) -> float | None:
-    """Return the seconds that a chunked ring takes for all gradients over the measured link, if there is one.
-
-    Raises:
-        InputError: `found` is no record of `shoal bench ceilings`.
-    """
-    for row in record.rows_of(found, "ceilings", "the record", Ceiling):
+def exchange_s(
+    num_parameters: int, rows: Sequence[Ceiling], *, ranks: int = _RANKS, itemsize: int = 4
+) -> float | None:
+    """Return the seconds of a chunked ring for all gradients over the measured link, if there is one."""
+    for row in rows:
         if row.what == "link" and row.rate:
             cost = all_reduce_cost("chunked_ring", ranks, itemsize * num_parameters)
             return cost.seconds(Link(row.latency_s, row.rate))

@@ -23,7 +23,7 @@ from shoal.bench.screen import make_table, show
 from shoal.config.layout import Layout, parse_layout, under
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
-from shoal.errors import InputError
+from shoal.errors import ConfigError, InputError
 from shoal.runtime.files import check_targets, digest_of, write_json, write_text
 from shoal.tasks.choose import open_task
 from shoal.train.clock import PHASES
@@ -32,6 +32,8 @@ from shoal.train.metrics import read_metrics
 _BOTH = ("forward", "backward")
 _INSIDE = ("tp", "shard")  # phases that lie within these two
 _LEAST_STEPS = 4  # timed
+# What a step consists of; waiting within forward and backward is apart.
+SHOWN_PHASES = ("forward and backward", *(one for one in PHASES if one not in _BOTH), "other")
 
 
 @dataclass
@@ -49,6 +51,24 @@ class Column:
     losses: list[float] = field(default_factory=list)  # of all steps
     found: dict[str, float] = field(default_factory=dict)  # on the splits validation and test
 
+    def __post_init__(self) -> None:
+        """Raise a ValueError for a result without its times, such as a record may hold."""
+        if self.status != "done":
+            return
+        try:
+            parse_layout(self.layout)
+        except ConfigError as error:
+            raise ValueError(error.message) from error
+        lengths = {len(values) for values in (self.seconds, *self.phases_s.values())}
+        if not (self.seconds and min(self.seconds) > 0 and self.losses):
+            raise ValueError("a layout that is done needs seconds above 0, and losses")
+        if self.phases_s.keys() != {*PHASES} or len(lengths) > 1:
+            raise ValueError("a layout that is done needs as many times of each phase as seconds")
+
+    @property
+    def name(self) -> str:
+        return self.layout
+
     def ms(self) -> dict[str, float]:
         """Return the ms of a step, its phases, and the rest: means over the middle half of the steps."""
         count = len(self.seconds)
@@ -56,6 +76,31 @@ class Column:
         series = {"step": self.seconds, **self.phases_s}
         means = {name: 1e3 * statistics.fmean(values[n] for n in middle) for name, values in series.items()}
         return means | {"other": means["step"] - sum(means[name] for name in PHASES if name not in _INSIDE)}
+
+    def parts(self) -> dict[str, float]:
+        """Return the ms of a step, and of parts that add up to it."""
+        ms = self.ms()
+        both = sum(ms[name] for name in _BOTH) - sum(ms[name] for name in _INSIDE)
+        return ms | {SHOWN_PHASES[0]: both}
+
+    def texts(self, base: Column, asked: dict[str, Any]) -> dict[str, str]:
+        """Return a text for each row of a table; `asked` are the options of the record."""
+        ms, base_ms = self.ms(), base.ms()["step"]
+        phases = {
+            f"  of which {name}" if name in _INSIDE else f"  {name}": ms[name] for name in (*PHASES, "other")
+        }
+        return {
+            "ranks": f"{parse_layout(self.layout).world_size}",
+            "parameters a rank": f"{self.parameters:,}",
+            "ms a step": f"{ms['step']:,.1f}",
+            **{label: f"{round(value, 1) + 0.0:,.1f}" for label, value in phases.items()},
+            f"{asked['unit']}/s": f"{1e3 * asked['per_step'] / ms['step']:,.0f}",
+            f"speed ({base.layout} = 1)": f"{base_ms / ms['step']:.2f}",
+            "peak memory a rank, MB": f"{self.peak_bytes / 1e6:,.0f}",
+            "peak memory in all, MB": f"{self.peak_bytes_of_all / 1e6:,.0f}",
+            f"loss, step {asked['steps']}": f"{self.losses[-1]:.4f}",
+            **{name.replace("_", " "): f"{value:.5g}" for name, value in self.found.items()},
+        }
 
 
 def read_run(layout: str, lines: Sequence[dict[str, Any]], warmup: int) -> Column:
@@ -117,9 +162,11 @@ def command(
             result, reason = train(
                 [str(file), "--max-restarts", "0"], layout.world_size, run_dir, None, watch
             )
-            columns[word] = Column(word, result, reason)
-            if result == "done":
-                columns[word] = read_run(word, read_metrics(run_dir / "metrics.jsonl"), warmup)
+            columns[word] = (
+                read_run(word, read_metrics(run_dir / "metrics.jsonl"), warmup)
+                if result == "done"
+                else Column(word, result, reason)
+            )
             if output is not None:
                 rows = [asdict(column) for column in columns.values()]
                 write_json(output, {**record.describe("layouts"), "options": asked, "rows": rows})
@@ -159,7 +206,7 @@ def _say(columns: dict[str, Column], asked: dict[str, Any], plot: Path | None) -
 def table(columns: Sequence[Column], asked: dict[str, Any]) -> Table:
     """Return a column for each layout; phases that take no time under any of them are left out."""
     done = [column for column in columns if column.status == "done"]
-    texts = {column.layout: _texts(column, done[0], asked) for column in done}
+    texts = {column.layout: column.texts(done[0], asked) for column in done}
     others = [column for column in columns if column.status != "done"]
     shown = make_table(
         ["layout"],
@@ -174,25 +221,6 @@ def table(columns: Sequence[Column], asked: dict[str, Any]) -> Table:
     return shown
 
 
-def _texts(column: Column, base: Column, asked: dict[str, Any]) -> dict[str, str]:
-    ms, base_ms = column.ms(), base.ms()["step"]
-    phases = {
-        f"  of which {name}" if name in _INSIDE else f"  {name}": ms[name] for name in (*PHASES, "other")
-    }
-    return {
-        "ranks": f"{parse_layout(column.layout).world_size}",
-        "parameters a rank": f"{column.parameters:,}",
-        "ms a step": f"{ms['step']:,.1f}",
-        **{label: f"{round(value, 1) + 0.0:,.1f}" for label, value in phases.items()},
-        f"{asked['unit']}/s": f"{1e3 * asked['per_step'] / ms['step']:,.0f}",
-        f"speed ({base.layout} = 1)": f"{base_ms / ms['step']:.2f}",
-        "peak memory a rank, MB": f"{column.peak_bytes / 1e6:,.0f}",
-        "peak memory in all, MB": f"{column.peak_bytes_of_all / 1e6:,.0f}",
-        f"loss, step {asked['steps']}": f"{column.losses[-1]:.4f}",
-        **{name.replace("_", " "): f"{value:.5g}" for name, value in column.found.items()},
-    }
-
-
 def draw(done: Sequence[Column], name: str, path: Path) -> None:
     """Plot the phases of a step as stacked bars, and the peak memory beside them."""
     from matplotlib.figure import Figure
@@ -201,8 +229,8 @@ def draw(done: Sequence[Column], name: str, path: Path) -> None:
     figure = Figure(figsize=(11, 1.6 + 0.5 * len(done)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     left = [0.0] * len(done)
-    for phase in ("forward and backward", *(one for one in PHASES if one not in _BOTH), "other"):
-        widths = [_parts(column)[phase] for column in done]
+    for phase in SHOWN_PHASES:
+        widths = [column.parts()[phase] for column in done]
         times.barh(layouts, widths, left=left, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     memory.barh(layouts, [column.peak_bytes / 1e6 for column in done], color="tab:grey")
@@ -214,9 +242,3 @@ def draw(done: Sequence[Column], name: str, path: Path) -> None:
         axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=8)
     figure.savefig(path, dpi=120)
-
-
-def _parts(column: Column) -> dict[str, float]:
-    """Return parts of a step that add up to it, in ms."""
-    ms = column.ms()
-    return ms | {"forward and backward": sum(ms[name] for name in _BOTH) - sum(ms[name] for name in _INSIDE)}

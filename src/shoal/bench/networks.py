@@ -5,7 +5,7 @@ the same weights and samples are compared with PyTorch's, and a row that differs
 of a dataset the losses of all steps are compared, too.
 
 Several workers share a batch and the threads of a row. Batch normalisation sees a worker's samples alone, so
-that a network with it is compared with PyTorch's row of as many workers, others with that of one worker.
+that a network with it is compared with PyTorch's row of as many workers, others with its row of the fewest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.bench import record
-from shoal.bench.environments import GIVEN, check_names, how_to_get, python_of
+from shoal.bench.environments import check_names, how_to_get, python_of
 from shoal.bench.samples import SEED, Arrays, draw, open_task, resolve
 from shoal.bench.sensors import Watch
 from shoal.errors import InputError, counted
@@ -46,8 +46,6 @@ from shoal.runtime.network import interface_towards
 
 _ADAPTERS = Path(__file__).parent / "frameworks"
 MODES = ("default", "tuned")
-_DECODER = {"attention", "gelu", "layer_norm", "unembedding"}
-_WITH_DECODER = ("pytorch", "jax")  # adapters that have these kinds of layers
 ON_GPU = ("pytorch", "jax")  # whose adapters compute on a GPU; others were not tried
 # In place of the current folder, whose files might have the names of modules.
 _RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.main(*sys.argv[2:]))"
@@ -111,22 +109,13 @@ class Cell:
         words += [counted(self.workers, "worker")] if self.workers > 1 else []
         return f"{self.network} {self.framework} {self.mode} batch {self.batch}, {', '.join(words)}"
 
-    def why_not(self, resolved: Resolved) -> str:
-        """Say why there is no such row of a network; empty where there is one."""
-        lacking = sorted(_DECODER & _kinds(resolved.layers)) if self.framework not in _WITH_DECODER else ()
-        if lacking:
-            return f"the adapter of {self.framework} has no layers of kind {', '.join(lacking)}"
+    @property
+    def impossible(self) -> str:
+        """Say why there is no such row; empty where there is one."""
         for count, unit in ((self.batch, "sample"), (self.threads, "thread")):
             if count % self.workers:
                 return f"{self.workers} workers cannot share {counted(count, unit)} evenly"
-        if self.workers > 1 and self.framework in GIVEN:
-            return "its adapter has no data parallelism on a CPU"
         return ""
-
-
-def _kinds(layers: Sequence[Layer]) -> set[str]:
-    inner = (_kinds((*layer.body, *layer.shortcut)) for layer in layers)
-    return {layer.kind for layer in layers}.union(*inner)
 
 
 @dataclass
@@ -234,6 +223,8 @@ def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
             events[event.pop("event")] = event
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a library's own words
+    if "left out" in events:
+        return Row(cell, "left out", str(events["left out"].get("reason"))[:_LAST_WORDS])
     if "error" in events:
         return Row(cell, "failed", str(events["error"].get("error"))[:_LAST_WORDS])
     if status or "timed" not in events or "identity" not in events or "built" not in events:
@@ -315,8 +306,8 @@ def measure(options: NetworksOptions, rows: Sequence[Row], keep: Callable[[Row],
             # PyTorch first, which the others are compared with.
             for cell in sorted(cells, key=lambda cell: cell.framework != _REFERENCE):
                 if cell not in known or known[cell].layers != resolved.digest:
-                    if reason := cell.why_not(resolved):
-                        keep(Row(cell, "left out", reason))
+                    if cell.impossible:
+                        keep(Row(cell, "left out", cell.impossible))
                         continue
                     job = {**files, **_job(resolved, cell, options)}
                     found = run_adapter(cell, job, options, Path(folder))

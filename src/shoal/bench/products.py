@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from shoal.bench import record
-from shoal.bench.ceilings import Make, Timed, time_call
+from shoal.bench.ceilings import Make, Repeats, time_call
 from shoal.bench.screen import make_table, show
 from shoal.errors import InputError
 from shoal.runtime.device import Device, physical_cores, select_device
@@ -30,7 +30,7 @@ _MULTIPLE = 8  # FFTs are padded to a multiple of it
 
 
 @dataclass
-class Row(Timed):
+class Way(Repeats):
     """A way to compute something."""
 
     group: str
@@ -41,12 +41,12 @@ class Row(Timed):
 
 def compare(
     group: str, flop: float, ways: dict[str, Make], reference: Tensor, on: Device, seconds: float
-) -> Iterator[Row]:
+) -> Iterator[Way]:
     """Yield each way: with its times if its first result is the reference within TOLERANCE."""
     for way, make in ways.items():
-        row = Row(group, way, flop)
+        row = Way(group, way, flop)
 
-        def check(result: Tensor, row: Row = row) -> str:
+        def check(result: Tensor, row: Way = row) -> str:
             row.error = float((result.double() - reference).abs().max() / reference.abs().max())
             wrong = not row.error <= TOLERANCE  # NaN is wrong, too
             return (
@@ -59,7 +59,7 @@ def compare(
         yield row
 
 
-def matrix_product(samples: int, outputs: int, inputs: int, on: Device, seconds: float) -> Iterator[Row]:
+def matrix_product(samples: int, outputs: int, inputs: int, on: Device, seconds: float) -> Iterator[Way]:
     """Yield ways to compute A B^T, the output of a layer, and B - lr G^T A, its gradient and update."""
     sizes = ((samples, inputs), (outputs, inputs), (samples, outputs))
     a, b, g = (torch.randn(*size, device=on.torch_device) for size in sizes)
@@ -88,7 +88,7 @@ def matrix_product(samples: int, outputs: int, inputs: int, on: Device, seconds:
     yield from compare(f"B - lr G^T A: {what}", flop, update, wide_b, on, seconds)
 
 
-def convolution(shape: tuple[int, int, int, int], kernel: int, on: Device, seconds: float) -> Iterator[Row]:
+def convolution(shape: tuple[int, int, int, int], kernel: int, on: Device, seconds: float) -> Iterator[Way]:
     """Yield ways to compute a convolution of stride 1, padded so that the size stays."""
     samples, channels, outputs, size = shape
     images = torch.randn(samples, channels, size, size, device=on.torch_device)
@@ -156,7 +156,7 @@ def command(
     torch.manual_seed(_SEED)
     groups = [matrix_product(*gemm, on, seconds)]
     groups += [convolution(conv, kernel, on, seconds) for kernel in kernels]
-    rows: list[Row] = []
+    rows: list[Way] = []
     for row in (row for group in groups for row in group):
         rows.append(row)
         print(f"{row.group}, {row.way}: {row.reason or 'measured'}", file=sys.stderr)
@@ -167,7 +167,7 @@ def command(
     return int(any(row.reason for row in rows))
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[Way]) -> Table:
     """Return the rows group by group, each compared with the first of its group."""
     notes = [f"error: largest difference from float64 / largest element, at most {TOLERANCE:g}"]
     notes += [f"{row.way}: {row.reason}" for row in rows if row.reason]

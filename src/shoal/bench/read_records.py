@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from shoal.bench.ceilings import Ceiling
 from shoal.bench.layouts import Column
 from shoal.bench.measured import Point
 from shoal.bench.networks import Row
-from shoal.bench.products import Row as Way
+from shoal.bench.products import Way
 from shoal.errors import InputError, counted
 from shoal.plan.link_cost import Link
 from shoal.runtime.files import read_json
@@ -122,6 +123,16 @@ class ConvergenceRow:
     curve: list[Point] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        steps = [point.step for point in self.curve]
+        if self.status == "done" and not (
+            len(steps) > 1
+            and steps[0] >= 0
+            and steps[-1] <= len(self.losses)
+            and all(a < b for a, b in itertools.pairwise(steps))
+        ):
+            raise ValueError("a run that is done needs a curve, and the losses of its steps")
+
     @property
     def name(self) -> str:
         return f"{self.network}, {counted(self.workers, 'worker')}"
@@ -181,6 +192,11 @@ class ConvergenceRecord(Record):
 @dataclass(kw_only=True)
 class LayoutsRecord(Record):
     rows: list[Column]
+
+    def __post_init__(self) -> None:
+        known = isinstance(self.options.get("per_step"), int) and {"unit", "steps"} <= self.options.keys()
+        if not known:
+            raise ValueError("options need unit, steps and per_step")
 
 
 @dataclass(kw_only=True)

@@ -86,28 +86,20 @@ def held(output: Path | None, name: str, options: dict[str, Any], kind: type[T])
     """
     if output is None or not output.exists():
         return []
-    found = read_json(output, "record")
-    rows = rows_of(found, name, str(output), kind)
+    found, what = read_json(output, "record"), f"{output} is not a record of shoal bench {name}"
+    if not isinstance(found, dict) or found.get("name") != name:
+        raise InputError(what, hint="choose another --output")
+    try:
+        rows = TypeAdapter(list[kind]).validate_python(found.get("rows"))  # type: ignore[valid-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("rows", *first["loc"])))
+        raise InputError(
+            f"{what}: {where}: {first['msg'].lower()}", hint="choose another --output"
+        ) from error
     if found.get("options") != options or found.get("machine") != describe(name)["machine"]:
         raise InputError(
             f"{output} is the record of other measurements",
             hint="choose another --output, or the same options and machine",
         )
     return rows
-
-
-def rows_of(found: Any, name: str, source: str, kind: type[T]) -> list[T]:
-    """Return the rows of a record of `shoal bench NAME`; `source` names it in errors.
-
-    Raises:
-        InputError: It is the record of another benchmark, or a row is not as it should be.
-    """
-    what = f"{source} is not a record of shoal bench {name}"
-    if not isinstance(found, dict) or found.get("name") != name:
-        raise InputError(what, hint="choose another file")
-    try:
-        return TypeAdapter(list[kind]).validate_python(found.get("rows"))  # type: ignore[valid-type]
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, ("rows", *first["loc"])))
-        raise InputError(f"{what}: {where}: {first['msg'].lower()}", hint="choose another file") from error

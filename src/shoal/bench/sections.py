@@ -10,6 +10,7 @@ from typing import Any
 from shoal.bench import pictures
 from shoal.bench.ceilings import exchange_s, share
 from shoal.bench.convergence import Epoch, epochs
+from shoal.bench.layouts import SHOWN_PHASES
 from shoal.bench.networks import Cell
 from shoal.bench.pictures import Series
 from shoal.bench.read_records import (
@@ -364,10 +365,11 @@ def collectives(record: CollectivesRecord) -> Iterator[Block]:
 
 def shares(record: NetworksRecord, machine: CeilingsRecord) -> Iterator[Table]:
     """Yield each row's share of the matrix rate, and its gradients' time on the link beside its step."""
-    lines = []
+    lines, device = [], str(record.options.get("device", "cpu"))
     for row in done(record.rows):
-        part = share(3 * row.multiply_adds * row.rate.median, machine.raw, threads=row.cell.threads)
-        link = exchange_s(row.parameters, machine.raw)
+        done_per_s = 3 * row.multiply_adds * row.rate.median
+        part = share(done_per_s, machine.rows, threads=row.cell.threads, device=device)
+        link = exchange_s(row.parameters, machine.rows)
         times = [_number(1e3 * row.spread.median), _number(4e-6 * row.parameters), _number(1e3 * (link or 0))]
         lines.append([row.name, f"{part:.0%}" if part and row.multiply_adds else "", *times])
     headings = ("row", "of the matrix rate", "ms a step", "MB of gradients", "ms on the link")
@@ -403,28 +405,22 @@ def products(record: ProductsRecord) -> Iterator[Block]:
 
 def layouts(record: LayoutsRecord) -> Iterator[Block]:
     """Yield time by phase, memory and losses of each layout."""
-    rows = [row for row in done(record.rows) if row.seconds]
-    times = {row.layout: row.ms() for row in rows}
-    names = list(next(iter(times.values()), ()))
-    told = [["parameters a rank", *(f"{row.parameters:,}" for row in rows)]]
-    told += [[f"ms: {name}", *(_number(times[row.layout][name]) for row in rows)] for name in names]
-    told.append(["peak MB a rank", *(_number(row.peak_bytes / 1e6) for row in rows)])
-    told.append(["training loss", *(f"{row.losses[-1]:.4f}" if row.losses else "" for row in rows)])
-    for name in dict.fromkeys(name for row in rows for name in row.found):
-        told.append([name.replace("_", " "), *(_number(row.found.get(name, 0)) for row in rows)])
+    rows = done(record.rows)
     if rows:
-        best = min(rows, key=lambda row: times[row.layout]["step"])
-        shown = [str(name) for name in names if name not in ("step", "tp", "shard")]
+        times = [row.parts() for row in rows]
+        best = min(range(len(rows)), key=lambda number: times[number]["step"])
         phases: dict[str, Sequence[float]] = {
-            name: [max(0, times[row.layout][name]) for row in rows] for name in shown
+            name: [max(0, one[name]) for one in times] for name in times[0] if name in SHOWN_PHASES
         }
         notes = [f"{row.peak_bytes / 1e6:,.0f} MB" for row in rows]
         picture = pictures.bars([row.layout for row in rows], phases, notes, "ms a step")
-        sentence = f"{best.layout} has the shortest mean step: {times[best.layout]['step']:.3g} ms."
+        sentence = f"{rows[best].layout} has the shortest mean step: {times[best]['step']:.3g} ms."
         yield Picture(sentence, picture, "Phases of rank 0. MB: peak memory of the rank that needs most.")
-    yield Table("Layouts side by side", ["", *times], told)
-    if lines := [[row.layout, row.status, row.reason] for row in record.rows if row.status != "done"]:
-        yield Table("Layouts without a result", ("layout", "status", "reason"), lines)
+        texts = [row.texts(rows[0], record.options) for row in rows]
+        labels = dict.fromkeys(label for each in texts for label in each)
+        lines = [[label, *(each.get(label, "") for each in texts)] for label in labels]
+        yield Table("Layouts side by side", ["", *(row.layout for row in rows)], lines)
+    yield from left_out(record.rows)
 
 
 def convergence(record: ConvergenceRecord) -> Iterator[Block]:
@@ -444,7 +440,7 @@ def convergence(record: ConvergenceRecord) -> Iterator[Block]:
                 points = [
                     (one.epoch if below == "epoch" else statistics.fmean(one.seconds), _of_seeds(values(one)))
                     for one in found
-                    if values(one)
+                    if values(one) and all(map(_is_drawn, values(one)))
                 ]
                 label = counted(workers, "worker")
                 if points:

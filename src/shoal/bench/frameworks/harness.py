@@ -1,8 +1,9 @@
 """The measuring loop that every framework's adapter runs in: one process, one network, one batch size.
 
 This folder is run by other Pythons than Shoal's: nothing here imports Shoal, and an adapter imports its
-framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`, `identity`, `timed`, or
-`error`. This file also runs with Python 3.6: annotations with brackets are in quotes.
+framework alone. `main(NAME, "JOB.json")` prints one JSON object a line: `built`, `identity`, `timed`; or
+`left out`, where an adapter raises NotImplementedError; or `error`. This file also runs with Python 3.6:
+annotations with brackets are in quotes.
 
 The job: `network` (its layers with all sizes, see shoal.networks.description), `weights` and `data` (.npz
 files of weights by name in PyTorch's layout, and of inputs and targets), `batch`, `threads`, `mode` (default
@@ -107,7 +108,11 @@ def main(name: str, job_file: str, rank: str = "0") -> int:
         weights = dict(np.load(job["weights"], allow_pickle=False))
         data = np.load(job["data"], allow_pickle=False)
         adapter = importlib.import_module(f"with_{name}").Adapter(job, weights)
-        mechanism = adapter.mechanism if job["workers"] > 1 else ""
+        mechanism = ""
+        if job["workers"] > 1:
+            mechanism = getattr(adapter, "mechanism", "")
+            if not mechanism:
+                raise NotImplementedError("this adapter has no data parallelism on a CPU")
         emit("built", parameters=adapter.num_parameters(), versions=adapter.versions(), mechanism=mechanism)
         inputs, targets, share = data["inputs"], data["targets"], job["batch"] // job["processes"]
         batches = [
@@ -122,6 +127,9 @@ def main(name: str, job_file: str, rank: str = "0") -> int:
         ended = time.time()
         losses = mean(losses)
         emit("timed", samples=samples, total_s=total, losses=losses, ended=ended, peak_bytes=peak_bytes())
+    except NotImplementedError as error:
+        emit("left out", reason=str(error))
+        return 1
     except Exception as error:
         emit("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()[-4000:])
         return 1

@@ -36,7 +36,7 @@ class Adapter:
     """A process of `caffe train` on the CPU for each question: how many numbers, what gradient, how fast."""
 
     def __init__(self, job: dict[str, Any], weights: dict[str, Any]) -> None:
-        if job["network"]["is_tokens"]:
+        if any(layer["kind"] == "lstm" for layer in job["network"]["layers"]):
             raise NotImplementedError("Caffe's LSTM has one bias vector, and the description has two")
         self.job, self.folder = job, os.path.dirname(job["weights"])
         layers, left = job["network"]["layers"], iter(weights.values())
@@ -234,7 +234,7 @@ class Net:
                     "stride": s["stride"],
                 }
                 return self.add("Convolution", (x,), copy, frozen=True, convolution_param=given)
-        raise NotImplementedError(f"Caffe has no layer for {kind}")
+        raise NotImplementedError(f"this adapter has no layer of kind {kind}")
 
 
 def window(s: dict[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Adapter:
             running = [C.constant(value, shape=scale.shape) for value in (0, 1)]
             options = {"epsilon": s["eps"], "use_cudnn_engine": False, "running_count": C.constant(0)}
             return C.batch_normalization(x, scale, shift, *running, True, **options)
-        raise NotImplementedError(f"this adapter has no layer for {kind}")
+        raise NotImplementedError(f"this adapter has no layer of kind {kind}")
 
 
 def pad(x: Any, size: int, value: float) -> Any:

@@ -126,4 +126,6 @@ def build(layer: Layer) -> nn.HybridBlock:
         "residual": lambda: Residual(layer["body"], layer["shortcut"]),
         "subsample": lambda: Subsample(s["out"] - before[0], s["stride"]),
     }
+    if kind not in makers:
+        raise NotImplementedError(f"this adapter has no layer of kind {kind}")
     return makers[kind]()

@@ -156,4 +156,6 @@ def build(layer: Layer) -> nn.Layer:
         "residual": lambda: Residual(layer["body"], layer["shortcut"]),
         "subsample": lambda: Subsample(s["out"], s["stride"]),
     }
+    if kind not in makers:
+        raise NotImplementedError(f"this adapter has no layer of kind {kind}")
     return makers[kind]()

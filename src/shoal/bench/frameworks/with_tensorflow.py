@@ -147,7 +147,7 @@ def apply(layer: Layer, weights: Iterator[Tensor], x: Tensor, *, unroll: bool) -
         case "subsample":
             x = x[:, :: s["stride"], :: s["stride"]]
             return tf.pad(x, ((0, 0), (0, 0), (0, 0), (0, s["out"] - x.shape[-1])))
-    raise ValueError(layer["kind"])
+    raise NotImplementedError(f"this adapter has no layer of kind {layer['kind']}")
 
 
 def padded(layer: Layer, x: Tensor, value: float) -> Tensor:
