@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
-from shoal.bench.convergence import ConvergenceOptions, Epoch, epochs, groups, runs_of
+from shoal.bench.convergence import ConvergenceOptions, Epoch, epochs, groups, runs_of, table
 from shoal.bench.measured import measured
 from shoal.errors import InputError
 
@@ -82,6 +82,15 @@ def test_an_epoch_has_the_mean_training_loss_of_its_own_steps():
         Epoch(2.0, [2.0, 2.0], [0.5, 2.0], [1.0, 0.5], [0.75, 1.0]),
     ]
     assert [(name, len(alike)) for name, alike in groups(several)] == [("net, 1 worker", 2)]
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "rows"), [(1, "1.0", 1), (12, "1.0", 12), (25, "1.0", 9), (26, "2.0", 9)]
+)
+def test_a_long_table_ends_with_the_last_epoch(count, first, rows):
+    shown = table("net", [result(1, [1.0] * 2 * count, [0.5] * count)])
+    epochs_shown = list(shown.columns[0].cells)
+    assert (epochs_shown[0], epochs_shown[-1], len(epochs_shown)) == (first, f"{count}.0", rows)
 
 
 @pytest.mark.parametrize(

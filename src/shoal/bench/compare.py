@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from shoal.bench.read_records import Record, done, load
+from shoal.bench.screen import make_table
 from shoal.errors import InputError, counted
 
 _FEWEST = 5  # samples of each; of fewer, no interval is told
@@ -64,9 +63,7 @@ def command(first: Path, second: Path, fail_above: float | None) -> int:
     for warning in differences(a, b):
         console.print(escape(f"warning: {warning}"), soft_wrap=True)
     ours, theirs = ({row.name: row for row in done(record.timed)} for record in (a, b))
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("row", "A (s)", "B (s)", "ratio", f"{_CONFIDENCE:.0%} interval", "B is"):
-        table.add_column(heading, justify="left" if heading in ("row", "B is") else "right")
+    table = make_table(["row"], ["A (s)", "B (s)", "ratio", f"{_CONFIDENCE:.0%} interval", "B is"])
     found: dict[str, Verdict] = {}
     for name in [name for name in ours if name in theirs]:
         one = found[name] = judge(ours[name].times, theirs[name].times)

@@ -6,22 +6,19 @@ import contextlib
 import itertools
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from shoal.bench.cells import Cell, CellResult, Network, parse_way
-from shoal.bench.gradsync import LOCAL, make_data, measure
+from shoal.bench.gradsync import LOCAL, NETWORKS, make_data, measure
 from shoal.bench.measured import MeasuredRun
 from shoal.bench.record import begin, describe
+from shoal.bench.screen import make_table, show
 from shoal.config.load import load_config
 from shoal.data.prepare.images import RANDOM
 from shoal.errors import InputError, counted
@@ -31,7 +28,6 @@ from shoal.tasks.choose import open_task
 
 _DIGITS = ("sklearn-digits", "--split", "80,20,0")
 _COLOURED = ("sklearn-digits-32", *_DIGITS[1:])
-_TEXT = ("stdlib", "--vocab-size", "2048", "--limit", "150", "--split", "90,10,0")
 _SHOWN = 12  # epochs of a table
 _MOST_TOKENS = 256  # sequences per validation of a network on tokens
 
@@ -79,7 +75,9 @@ def plan(options: ConvergenceOptions, folder: Path) -> list[Cell]:
     cells = []
     for number, name in enumerate(options.networks):
         network = read(name)
-        made_of = _TEXT if network.tokens else _DIGITS if network.input[0] == 1 else _COLOURED
+        made_of = (
+            NETWORKS["lstm"].made_of if network.tokens else _DIGITS if network.input[0] == 1 else _COLOURED
+        )
         given = options.data[min(number, len(options.data) - 1)] if options.data else None
         data = given.absolute() if given else make_data(folder / "data", made_of)
         shipped = name in names()
@@ -130,9 +128,8 @@ def command(options: ConvergenceOptions, output: Path | None, plot: Path | None)
 
 
 def _say(found: Sequence[CellResult], plot: Path | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 110)
     for name, results in groups(found):
-        console.print(_table(name, results))
+        show(table(name, results))
     if plot is not None and any(result.found for result in found):
         draw(found, plot)
 
@@ -184,30 +181,25 @@ def _spread(values: Sequence[float], form: str) -> str:
     return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form)}"
 
 
-def _table(name: str, results: Sequence[CellResult]) -> Table:
+def table(name: str, results: Sequence[CellResult]) -> Table:
+    """Return at most a dozen epochs with the mean over the seeds."""
     seen = list(epochs(runs_of(results)))
     batch = results[0].cell.network.global_batch_size
     seeds = counted(sum(result.found is not None for result in results), "seed")
     notes = [f"{r.cell.network.name}: {r.status}: {r.reason}" for r in results if r.found is None]
-    table = Table(
-        title=f"{name}, batch {batch}, {seeds}: mean ± standard deviation",
-        caption=escape("\n".join(notes)) or None,
-        caption_justify="left",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("epoch", "seconds", "training loss", "validation loss", "accuracy"):
-        table.add_column(heading, justify="right")
-    every = math.ceil(len(seen) / _SHOWN)
-    for one in seen[len(seen) % every or every - 1 :: every] if seen else ():
-        table.add_row(
+    headings = ["epoch", "seconds", "training loss", "validation loss", "accuracy"]
+    title = f"{name}, batch {batch}, {seeds}: mean ± standard deviation"
+    shown = make_table([], headings, notes, title)
+    every = math.ceil(len(seen) / _SHOWN) or 1
+    for one in seen[(len(seen) - 1) % every :: every]:  # the last one among them
+        shown.add_row(
             f"{one.epoch:.1f}",
             _spread(one.seconds, ".1f"),
             _spread(one.training_loss, ".4f"),
             _spread(one.loss, ".4f"),
             _spread(one.accuracy, ".2%"),
         )
-    return table
+    return shown
 
 
 def draw(found: Sequence[CellResult], path: Path) -> None:

@@ -13,15 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shoal.bench.cells import Cell, CellResult, Network, parse_way, run
 from shoal.bench.hosts import TwoHosts, why_not
 from shoal.bench.record import begin, describe
+from shoal.bench.screen import make_table, show
 from shoal.bench.sizes import parse_rate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError, ShoalError, counted, nearest
@@ -210,7 +209,7 @@ def _say(
     outcomes: Sequence[CellResult], options: GridOptions, output: Path | None, plot: Path | None
 ) -> None:
     for table in tables(outcomes):
-        Console(width=None if sys.stdout.isatty() else 110).print(table)
+        show(table)
     if outcomes and plot is not None:
         draw(outcomes, plot)
 
@@ -264,11 +263,9 @@ def _by_workers(several: Sequence[CellResult], alone: float | None) -> Table:
     """Return the table of seconds a mini-batch by strategy and number of workers."""
     cell = several[0].cell
     title = f"seconds a mini-batch of {cell.network.global_batch_size} on {_where(cell)}"
-    table = Table(title=f"{cell.network.name}: {title}", box=box.SIMPLE, padding=(0, 1, 0, 0))
     workers = sorted({outcome.cell.workers for outcome in several})
-    table.add_column("strategy")
-    for count in workers if alone is None else (1, *workers):
-        table.add_column(counted(count, "worker"), justify="right")
+    headings = [counted(count, "worker") for count in (workers if alone is None else (1, *workers))]
+    table = make_table(["strategy"], headings, title=f"{cell.network.name}: {title}")
     found = {(o.cell.way.word, o.cell.workers): o for o in several}
     for word in dict.fromkeys(word for word, _ in found):
         row = [found.get((word, count)) for count in workers]
@@ -288,17 +285,9 @@ def _table(group: Sequence[CellResult], alone: float | None) -> Table:
         notes.insert(0, "~ by the formula of a chunked ring; the back end's own traffic is not counted")
     if rule := cell.network.settings.get(_BATCH_STATISTICS):
         notes.insert(0, f"batch statistics: {rule} ({_BATCH_STATISTICS})")
-    table = Table(
-        title=f"{title(cell)}, {batch} samples a mini-batch",
-        caption=escape("\n".join(notes)) or None,
-        caption_justify="left",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
     losses = (f"loss, {steps} steps", f"loss, {shortest:.3g} s")
-    speeds = ("speed", "speed-up")
-    for heading in ("strategy", "s/mini-batch", *speeds, "MB/step", "waiting", *losses):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    headings = ["s/mini-batch", "speed", "speed-up", "MB/step", "waiting", *losses]
+    table = make_table(["strategy"], headings, notes, f"{title(cell)}, {batch} samples a mini-batch")
     for outcome in group:
         if (found := outcome.found) is None:
             table.add_row(outcome.cell.way.word, outcome.status)

@@ -35,6 +35,7 @@ from rich.table import Table
 from shoal.bench import record
 from shoal.bench.environments import check_names, how_to_get, python_of
 from shoal.bench.samples import SEED, Arrays, draw, open_task, resolve
+from shoal.bench.screen import make_table
 from shoal.bench.sensors import Watch
 from shoal.errors import InputError, counted
 from shoal.models.init import initialise
@@ -394,10 +395,12 @@ def _list() -> Table:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="ms a mini-batch", caption_justify="left")
-    words, counts = ("network", "framework", "mode"), ("batch", "threads", "workers")
-    for heading in (*words, *counts, "median", "p5", "p95", "samples/s"):
-        table.add_column(heading, justify="left" if heading in words else "right")
+    counts = ("batch", "threads", "workers")
+    table = make_table(
+        ["network", "framework", "mode"],
+        [*counts, "median", "p5", "p95", "samples/s"],
+        ["ms a mini-batch"],
+    )
     for row in rows:
         cell = row.cell
         shown = (cell.network, cell.framework, cell.mode, *map(str, (cell.batch, cell.threads, cell.workers)))
