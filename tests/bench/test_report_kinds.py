@@ -134,3 +134,9 @@ def test_runs_that_diverged_are_not_drawn(read):
     diverged = training(1, 1, [0.5, 0.6]) | {"losses": [float("inf"), float("nan")]}
     words, _ = told(read("convergence", cells=[diverged]))
     assert [sentence.split()[0] for sentence in words] == ["Accuracy", "Accuracy"]
+
+
+def test_a_record_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"there is no record .*none\.json") as caught:
+        load(tmp_path / "none.json")
+    assert "--output FILE" in caught.value.hint

@@ -227,6 +227,8 @@ def load(path: Path) -> Record:
     Raises:
         InputError: It is no record of these kinds; the message names the file and the first wrong field.
     """
+    if not path.exists():
+        raise InputError(f"there is no record {path}", hint="shoal bench networks --output FILE writes one")
     raw = read_json(path, "record")
     name = raw.get("name") if isinstance(raw, dict) else None
     schema = SCHEMAS.get(name.partition("_")[0]) if isinstance(name, str) else None
