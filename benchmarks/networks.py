@@ -2,7 +2,8 @@
 
 `trainer`: the loop of `shoal train`, all that belongs to a step included, beside PyTorch's adapter of `shoal
 bench networks`, on the same initial weights, batch, threads, number format (fp32) and SGD. Each is a process
-of its own; they take turns, so that both meet the same machine. A ratio above 1 means that Shoal is faster.
+of its own; they take turns, so that all meet the same machine. PyTorch runs as it comes, and with the C
+library set as `shoal train` sets it. A ratio above 1 means that Shoal is faster.
 `gpu`: the adapters on CUDA (`make gpu-check PART=networks`). The record grows with each measurement.
 
     python -m benchmarks.networks trainer [--networks fcn-r alexnet-r] [--batch 64]
@@ -24,12 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from benchmarks.c_library import WAITING
+from benchmarks.c_library import SET, SETTINGS, WAITING
 from benchmarks.record import RECORDS, write_record
 from benchmarks.systems import FOREVER, Pace, train_paced
 from shoal.bench.environments import FRAMEWORKS
@@ -51,6 +53,7 @@ BATCHES = {  # of the article's Table 7
     "resnet-56": 128,
     "lstm": 128,
 }
+PEERS: dict[str, dict[str, str]] = {"pytorch": {}, f"pytorch{SET}": SETTINGS}
 LIMIT_S = 1800.0  # of Shoal's process
 GRACE_S = 110.0  # that a measurement may take beyond the limit
 
@@ -65,15 +68,18 @@ def trainer(wish: argparse.Namespace, keep: Callable[[Facts], None]) -> bool:
         options = NetworksOptions(
             (name,), ("pytorch",), MODES[:1], (batch,), (wish.threads,), wish.steps, wish.warmup
         )
-        samples: dict[str, list[list[float]]] = {"shoal": [], "pytorch": []}
+        samples: dict[str, list[list[float]]] = {system: [] for system in ("shoal", *PEERS)}
         found = results[name] = {"batch": batch, "parameters": resolved.num_parameters, "step_s": samples}
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
             data = write_data(resolved, batch, Path(folder))
             try:
                 for repeat in range(wish.repeats):
-                    for system in ("pytorch", "shoal")[:: -1 if repeat % 2 else 1]:
-                        shoal = system == "shoal"
-                        samples[system].append(ours(wish, name, batch, data) if shoal else plain(options))
+                    for system in list(samples)[:: -1 if repeat % 2 else 1]:
+                        samples[system].append(
+                            ours(wish, name, batch, data)
+                            if system == "shoal"
+                            else plain(options, PEERS[system])
+                        )
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 found["failed"] = str(error)
         if "failed" not in found:
@@ -81,17 +87,21 @@ def trainer(wish: argparse.Namespace, keep: Callable[[Facts], None]) -> bool:
                 system: statistics.median(statistics.median(part) for part in parts)
                 for system, parts in samples.items()
             }
-            found |= {"median_s": medians, "ratio": medians["pytorch"] / medians["shoal"]}
+            found |= {
+                "median_s": medians,
+                "ratio": {peer: medians[peer] / medians["shoal"] for peer in PEERS},
+            }
         keep({"threads": wish.threads, "networks": results})
-        told = found.get("failed") or "median {median_s}, ratio {ratio:.3f}".format(**found)
+        told = found.get("failed") or "median {median_s}, ratio {ratio}".format(**found)
         print(f"{name}, batch {batch}: {told}", flush=True)
     return not any("failed" in found for found in results.values())
 
 
-def plain(options: NetworksOptions) -> list[float]:
-    """Return the seconds of the steps of PyTorch's adapter."""
+def plain(options: NetworksOptions, settings: dict[str, str]) -> list[float]:
+    """Return the seconds of the steps of PyTorch's adapter, which inherits variables of the environment."""
     rows: list[Row] = []
-    measure(options, (), rows.append)
+    with mock.patch.dict(os.environ, settings):
+        measure(options, (), rows.append)
     if rows[0].status != "done":
         raise RuntimeError(f"pytorch {rows[0].status}: {rows[0].reason}")
     return rows[0].samples

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import os
 
 import pytest
 
 from benchmarks import networks
+from benchmarks.c_library import SETTINGS
 from shoal.bench.networks import Cell, Row
 from shoal.networks.description import read
 
@@ -20,8 +22,11 @@ def test_shoal_and_pytorch_take_turns_on_the_same_network(tmp_path):
     assert {name: [len(part) for part in parts] for name, parts in found["step_s"].items()} == {
         "shoal": [3, 3],
         "pytorch": [3, 3],
+        "pytorch with C library settings": [3, 3],
     }
-    assert found["ratio"] == pytest.approx(found["median_s"]["pytorch"] / found["median_s"]["shoal"])
+    medians = found["median_s"]
+    for peer, ratio in found["ratio"].items():
+        assert ratio == pytest.approx(medians[peer] / medians["shoal"])
 
 
 def test_a_network_that_fails_costs_itself_only(tmp_path, monkeypatch):
@@ -31,12 +36,22 @@ def test_a_network_that_fails_costs_itself_only(tmp_path, monkeypatch):
         return [1.0, 2.0, 4.0]
 
     monkeypatch.setattr(networks, "ours", measured)
-    monkeypatch.setattr(networks, "plain", lambda options: [3.0, 5.0, 6.0])
+    monkeypatch.setattr(networks, "plain", lambda options, settings: [6.0, 4.0 if settings else 5.0, 3.0])
     words = ["trainer", "--networks", "fcn-r", "lstm", "--batch", "2", "--output", str(tmp_path / "r.json")]
     assert networks.main(words) == 1
     found = json.loads((tmp_path / "r.json").read_text())["networks"]
     assert found["fcn-r"]["failed"] == "it fell over"
-    assert (found["lstm"]["median_s"], found["lstm"]["ratio"]) == ({"shoal": 2.0, "pytorch": 5.0}, 2.5)
+    assert found["lstm"]["ratio"] == {"pytorch": 2.5, "pytorch with C library settings": 2.0}
+
+
+def test_the_adapter_inherits_the_settings_of_its_turn(monkeypatch):
+    def measured(options, rows, keep):
+        given = {name: os.environ.get(name) for name in SETTINGS}
+        keep(Row(Cell("net", "pytorch", "default", 1, 1), "done", samples=[float(given == SETTINGS)]))
+
+    monkeypatch.setattr(networks, "measure", measured)
+    assert networks.PEERS["pytorch"] == {}
+    assert [networks.plain(None, settings) for settings in networks.PEERS.values()] == [[0.0], [1.0]]
 
 
 @pytest.mark.parametrize("name", ["fcn-r", "lstm"])
