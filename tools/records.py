@@ -143,7 +143,7 @@ ENTRIES = {
         NETWORKS,
         "the frameworks, MNIST's digits in datasets/mnist",
     ),
-    "networks_trainer": _module("networks", 20, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
+    "networks_trainer": _module("networks", 30, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),
