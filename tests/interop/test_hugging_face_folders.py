@@ -8,11 +8,13 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from shoal.cli.models import export
 from shoal.config.load import load_config, validate
-from shoal.data.tokenizer import bytes_tokenizer_json
+from shoal.data.tokenizer import bytes_tokenizer_json, load_tokenizer
 from shoal.errors import ConfigError, InputError
+from shoal.infer.serve.chat import Chat
 from shoal.interop.hugging_face import with_model_of
 from shoal.interop.importing import Wanted, as_checkpoint, run
 from tests import commands
@@ -120,6 +122,24 @@ def test_one_command_fine_tunes_a_folder_and_refuses_another_tokenizer(data, lla
     done = commands.run(*arguments)
     assert done.returncode == 2
     assert "is another tokenizer than" in done.stderr
+
+
+def test_a_chat_template_goes_through_training_and_a_resume_into_the_export(pool, data, llama, tmp_path):
+    template, end = "{% for one in messages %}<{{ one.content }}>{{ eos_token }}{% endfor %}", "<|endoftext|>"
+    settings = {"chat_template": template, "eos_token": end, "auto_map": {"AutoTokenizer": "evil.py"}}
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = with_model_of(validate({}, "test"), llama).model.model_dump(exclude={"vocab_size"})
+    for steps in (1, 2):  # the second start resumes
+        values = tiny_config(data, **ONE_STEP) | {"model": model}
+        values["train"]["steps"] = steps
+        pool.run(run_child, 1, tmp_path / "run", values, llama)
+    export(tmp_path / "run/checkpoints/step-00000002", tmp_path / "out")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "Why?"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == f"<Why?>{end}"
+    assert "auto_map" not in (tmp_path / "out/tokenizer_config.json").read_text()
+    chat = Chat(load_tokenizer(tmp_path / "out"), tmp_path / "run/checkpoints/step-00000002")
+    assert chat.tokens(messages) == [*b"<Why?>", 256]
 
 
 # --- export ---

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import WEIGHTS, read_decoder, read_state, resolve_checkpoint
 from shoal.checkpoint.tensors import mismatches, read_folder, refuse_mismatches, saved_shapes, write_file
+from shoal.data.chat import CONFIG_NAME, TEMPLATE_NAME, read_chat
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME
 from shoal.interop.hugging_face import card, config_json, tokenizer_config
 from shoal.interop.tables import EMBEDDINGS, Entry, family_of, table
@@ -100,7 +101,10 @@ def _write_texts(folder: Path, checkpoint: Path, shape: ModelShape, eod_id: int)
         shutil.copyfile(checkpoint / name, folder / name)
     if JSON_NAME in held:
         word = Tokenizer.from_str((checkpoint / JSON_NAME).read_text(encoding="utf-8")).id_to_token(eod_id)
-        files["tokenizer_config.json"] = tokenizer_config(shape, word)
+        template, tokens = read_chat(checkpoint)
+        files[CONFIG_NAME] = tokenizer_config(shape, word) | (tokens if template is not None else {})
+        if template is not None:
+            (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
     (folder / "README.md").write_text(card(shape, read_state(checkpoint), has_tokenizer=JSON_NAME in held))

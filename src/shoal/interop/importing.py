@@ -20,6 +20,7 @@ from shoal.checkpoint.manifest import MANIFEST, STATE, WEIGHTS, Manifest, file_e
 from shoal.checkpoint.tensors import FILE_BYTES, write_file
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
+from shoal.data.chat import chat_files
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer, read_tokenizer
 from shoal.errors import CheckpointError, DataError, InputError, counted
 from shoal.interop.foreign import Foreign, Told, open_foreign
@@ -151,7 +152,7 @@ def _write_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _vocabulary(foreign: Foreign, wanted: Wanted) -> tuple[dict[str, bytes], int]:
-    """Return the tokenizer's file and the id that ends a document."""
+    """Return the files of tokenizer and chat template, and the id that ends a document."""
     vocab_size = foreign.model.vocab_size
     source = wanted.tokenizer or foreign.tokenizer_folder
     files: dict[str, bytes] = {}
@@ -167,6 +168,7 @@ def _vocabulary(foreign: Foreign, wanted: Wanted) -> tuple[dict[str, bytes], int
             if tokenizer.vocab_size > vocab_size:
                 raise InputError(f"{source} has {tokenizer.vocab_size} ids, the model {vocab_size}")
             files = {JSON_NAME if content.lstrip()[:1] == b"{" else MODEL_NAME: content}
+            files |= chat_files(source) if source.is_dir() else {}
             eod_id = tokenizer.eod_id if eod_id is None else eod_id
     eod_id = wanted.eod_id if wanted.eod_id is not None else eod_id
     eod_id = vocab_size - 1 if eod_id is None else eod_id

@@ -62,6 +62,7 @@ class Job:
     saved_step: int = 0  # of the newest checkpoint that was committed or is being written
     evaluation_pending: bool = False  # a stop came before the validation of the newest step was done
     lineage: tuple[dict[str, object], ...] = ()  # the checkpoints that the weights come from
+    chat: dict[str, bytes] = field(default_factory=dict)  # files of a chat template that came with --init
     unjudged: deque[tuple[StepFacts, Tensor]] = field(default_factory=deque)  # steps, with guard.late
 
     @property

@@ -22,6 +22,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
+from shoal.data.chat import chat_files
 from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.runtime.log import log
 from shoal.runtime.process import Process
@@ -118,6 +119,7 @@ def _resume_from(job: Job, checkpoint: Path, state: dict[str, Any]) -> int:
     for entry in entries_of(job):
         if entry.take:
             entry.take(state[entry.name])
+    job.chat = chat_files(checkpoint)
     job.saved_step = step
     log.info(
         f"resumed from {checkpoint.name}"
@@ -138,7 +140,7 @@ def save(job: Job, step: int) -> None:
         return
     files = {"config.toml": to_toml(job.config).encode()}
     if job.process.rank == 0:
-        files |= job.task.data.files()
+        files |= job.task.data.files() | job.chat
     job.metrics.record_save(step, job.checkpoints.save(step, _tensors(job), _state(job, step), files))
     job.saved_step = step
 
@@ -239,6 +241,7 @@ def _load_init(job: Job, checkpoint: Path, state: dict[str, Any]) -> None:
         "optimizer": job.request.init_optimizer,
     }
     job.lineage = (*state["lineage"], parent)
+    job.chat = chat_files(checkpoint)
     log.info(f"weights from {checkpoint} (step {state['step']}); step, schedule and data start anew")
 
 
