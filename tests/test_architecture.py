@@ -79,7 +79,8 @@ MUST_NOT_LOAD_TORCH += ("data.dataset", "data.tokenizer", "data.prepare", "noteb
 MAY_TOUCH_ENVIRONMENT = ("runtime", "launch", "strategies.replica_groups", "doctor", "data.prepare.engine")
 MAY_TOUCH_ENVIRONMENT += ("bench.frameworks",)  # in processes of their own
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
-EXTRAS = ("daft", "ray", "pyarrow", "scipy", "sentencepiece", "zstandard", "matplotlib", "transformers")
+EXTRAS = ("ray", "pyarrow", "scipy", "sentencepiece", "matplotlib", "transformers", "aiohttp", "fastwarc")
+EXTRAS += ("ftfy", "protego", "publicsuffixlist", "py3langid", "resiliparse", "trafilatura")
 EXTRAS += ("tensorboard", "wandb", "trackio", "fastapi", "uvicorn", "lm_eval")
 NEED_EXTRAS = (
     "shoal.data.prepare",

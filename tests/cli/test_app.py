@@ -61,7 +61,7 @@ def test_help_loads_no_heavy_package():
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    heavy = {"torch", "numpy", "daft", "transformers", "tokenizers", "pyarrow", "pydantic"}
+    heavy = {"torch", "numpy", "ray", "transformers", "tokenizers", "pyarrow", "pydantic"}
     assert not {name for name in heavy if f"'{name}'" in done.stderr}
 
 

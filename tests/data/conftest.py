@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from shoal.data.prepare import run
+from shoal.data.prepare.engine import Engine
 from shoal.data.prepare.options import PrepareOptions
-from shoal.data.prepare.work import RangeWorker
 from tests.shared import SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +34,12 @@ def gpt2_folder(shared) -> Path:
 def in_process(monkeypatch):
     """Let ranges run in the test's own process: as in a worker, without its start-up."""
 
-    def run_ranges(packed, spec, workers):
-        worker = RangeWorker(spec)
-        for value in packed:
-            yield worker.run(value, lambda read_bytes: None)
+    def run_here(self, job, items):
+        worker = job.make()
+        for item in items:
+            yield worker.run(item, lambda read_bytes: None)
 
-    monkeypatch.setattr(run, "run_ranges", run_ranges)
+    monkeypatch.setattr(Engine, "run", run_here)
 
 
 @pytest.fixture

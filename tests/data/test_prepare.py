@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.data.dataset import verify_dataset
 from shoal.data.indexed import IndexedReader
 from shoal.data.prepare import run, vocabulary
+from shoal.data.prepare.engine import Engine
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import DataError, InputError, ShoalError
@@ -220,32 +221,32 @@ def test_changed_text_is_noticed(prepare, corpus):
 
 def test_an_interrupted_run_continues_and_gives_the_same_bytes(prepare, corpus, tmp_path, monkeypatch):
     whole = content(prepare(corpus, output=tmp_path / "whole", range_bytes=2000)[0].path)
-    original = run.run_ranges
+    original = Engine.run
 
-    def failing(packed, spec, workers):
-        for n, summary in enumerate(original(packed, spec, workers)):
+    def failing(*work):
+        for n, summary in enumerate(original(*work)):
             if n == 5:
                 raise KeyboardInterrupt("SIGINT")
             yield summary
 
-    monkeypatch.setattr(run, "run_ranges", failing)
+    monkeypatch.setattr(Engine, "run", failing)
     with pytest.raises(ShoalError, match="stopped by SIGINT; what is done is kept") as error:
         prepare(corpus, range_bytes=2000)
     assert error.value.exit_code == 75
     assert [p.name for p in (tmp_path / "dataset").iterdir()] == [".work"]
-    monkeypatch.setattr(run, "run_ranges", original)
+    monkeypatch.setattr(Engine, "run", original)
     dataset, text = prepare(corpus)
     assert re.search(r"continuing: 6 of \d+ ranges were done before", text)
     assert content(dataset.path) == whole
 
 
 def test_unfinished_work_on_other_options_is_dropped_not_mixed(prepare, corpus, tmp_path, monkeypatch):
-    original = run.run_ranges
+    original = Engine.run
     monkeypatch.setattr(run, "assemble", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(corpus, text_key="text", range_bytes=2000)
     monkeypatch.undo()
-    monkeypatch.setattr(run, "run_ranges", original)
+    monkeypatch.setattr(Engine, "run", original)
     dataset, text = prepare(corpus, seed=9)
     assert "inputs or options changed: the work begun in" in text
     assert "continuing" not in text
@@ -266,16 +267,16 @@ def test_a_kill_between_two_renames_is_mended(prepare, corpus, tmp_path, monkeyp
 
 @pytest.mark.parametrize("change", ["written to", "removed"])
 def test_text_that_changes_while_it_is_read_is_refused(prepare, corpus, tmp_path, monkeypatch, change):
-    original = run.run_ranges
+    original = Engine.run
 
-    def meddling(packed, spec, workers):
-        yield from original(packed, spec, workers)
+    def meddling(*work):
+        yield from original(*work)
         (corpus / "d.txt").write_text("new") if change == "written to" else (corpus / "d.txt").unlink()
 
-    monkeypatch.setattr(run, "run_ranges", meddling)
+    monkeypatch.setattr(Engine, "run", meddling)
     with pytest.raises(DataError, match=rf"d\.txt was {change} while it was read"):
         prepare(corpus)
-    monkeypatch.setattr(run, "run_ranges", original)
+    monkeypatch.setattr(Engine, "run", original)
     prepare(corpus)
 
 

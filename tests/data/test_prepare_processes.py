@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
 
+ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import json, sys
 from pathlib import Path
@@ -128,79 +127,32 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
     assert kills >= 4
 
 
-def outside(folder):
-    """List what lies in a temporary folder, and our own names in shared memory."""
-    shared = Path("/dev/shm")
-    names = (
-        [p.name for p in shared.iterdir() if not p.name.startswith(("psm_", "sem."))]
-        if shared.is_dir()
-        else []
-    )
-    return {*(str(p) for p in folder.rglob("*")), *names}
+def workers_of(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def test_what_a_kill_leaves_outside_of_the_output_is_gone_after_the_next_start(
-    corpus, whole, tmp_path, monkeypatch
-):
+def test_a_kill_leaves_nothing_outside_of_the_output_and_no_process(corpus, tmp_path, monkeypatch):
     temporary, output = tmp_path / "tmp", tmp_path / "d"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    before = outside(temporary)
     process = start(corpus, output)
-    while not list(output.glob(".work/*/ranges/worker-*")):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    wait_for_ranges(output, 1, process)
+    workers = workers_of(process)
     process.kill()
     process.communicate()
-    left = outside(temporary) - before
-    assert any("shoal-" in name for name in left)
-    planted = Path("/dev/shm") / f"{next(temporary.glob('shoal-*')).name.removeprefix('shoal-')}0a0a"
-    planted.write_bytes(b"a batch that nobody reads")
-    process = start(corpus, output)
-    assert process.wait(timeout=180) == 0, process.communicate()[0]
-    assert outside(temporary) == before
-    assert content(output) == whole
-
-
-def test_shared_memory_of_the_engine_has_a_name_of_ours(monkeypatch, tmp_path):
-    script = (
-        "from shoal.data.prepare import engine; from multiprocessing import shared_memory; "
-        "engine._name_shared_memory(); s = shared_memory.SharedMemory(create=True, size=8); print(s.name); "
-        "s.close(); s.unlink()"
-    )
-    folder = tmp_path / "shoal-ab12cd_9"
-    folder.mkdir()
-    env = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"ab12cd_9[0-9a-f]{4}\n", done.stdout)
-
-
-def test_only_folders_that_name_this_work_as_theirs_are_removed(tmp_path):
-    root, theirs, ours = (tmp_path / name for name in ("work", "shoal-training", "shoal-ab12cd_9"))
-    for folder in (root, theirs, ours):
-        folder.mkdir()
-    (ours / "owner").write_text(str(root))
-    (theirs / "owner").write_text(str(tmp_path / "other"))
-    for named in (tmp_path / "photos", theirs, ours):
-        named.mkdir(exist_ok=True)
-        (root / "scratch").write_text(str(named))
-        engine.remove_leftovers(root)
-        assert named.exists() == (named != ours)
-        assert not (root / "scratch").exists()
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
-def test_a_note_that_is_no_file_is_not_read(tmp_path, make):
-    make(tmp_path / "scratch")
-    engine.remove_leftovers(tmp_path)
+    assert len(workers) == 2
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not list(temporary.iterdir())
 
 
 def test_a_dead_worker_is_told_and_the_next_run_continues(corpus, whole, tmp_path):
     output = tmp_path / "d"
     process = start(corpus, output)
     wait_for_ranges(output, 1, process)
-    worker = next(iter(output.glob(".work/*/ranges/worker-*")))
-    os.kill(int(worker.name.split("-")[1]), signal.SIGKILL)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
     printed = process.communicate(timeout=60)[0]
     assert process.returncode == 1, printed
     assert "a worker process died" in printed
@@ -242,72 +194,72 @@ def test_help_teaches_with_examples(capsys):
     assert "--max-rejected-share" in printed
 
 
-def test_the_engines_usage_reporting_is_off_before_its_import(corpus, tmp_path, monkeypatch):
-    """A stand-in for Daft, first on the path, writes down what it would see."""
-    (tmp_path / "daft.py").write_text(
-        "import json, os\n"
-        f"open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
-        "raise SystemExit('not the real one')\n"
+def test_a_worker_that_ends_by_itself_is_told_in_its_own_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    job = engine.Job("tests.data.jobs:Broken", {})
+    with pytest.raises(ShoalError, match="a worker process failed; what was done is kept:\nthis library is"):
+        list(engine.Engine(tmp_path, 1).run(job, [{}]))
+
+
+# --- Ray ---
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of two nodes on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        import ray
+        from ray.cluster_utils import Cluster
+
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        made.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+def test_a_ray_cluster_of_two_nodes_makes_the_same_dataset(cluster, corpus, whole, tmp_path):
+    made = options(corpus, tmp_path / "d", runner="ray", range_bytes=200_000)
+    run.prepare(made, Console(quiet=True))
+    assert content(tmp_path / "d") == whole
+
+
+def test_both_nodes_of_a_cluster_work_and_an_error_is_the_callers(cluster, tmp_path):
+    job = engine.Job("tests.data.jobs:Where", {"factor": 3})
+    found = list(engine.Engine(tmp_path, 1, "ray").run(job, [{"value": n} for n in range(8)]))
+    assert sorted(one["value"] for one in found) == [3 * n for n in range(8)]
+    assert len({one["node"] for one in found}) == 2
+    with pytest.raises(DataError, match="a negative value"):
+        list(engine.Engine(tmp_path, 1, "ray").run(job, [{"value": -1}]))
+
+
+def test_no_cluster_is_a_sentence(corpus, tmp_path):
+    env = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    arguments = ["prepare", str(corpus), "--output", str(tmp_path / "d"), "--tokenizer", "bytes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *arguments, "--runner", "ray"],
+        env=env,
+        capture_output=True,
+        text=True,
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ShoalError, match="engine failed; what was done is kept:\nnot the real one"):
-        run.prepare(options(corpus, tmp_path / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True))
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert (seen["DO_NOT_TRACK"], seen["DAFT_ANALYTICS_ENABLED"]) == ("1", "0")
-    assert "daft" not in sys.modules
+    assert done.returncode == 2, done.stderr
+    assert "no Ray cluster answers" in done.stderr
+    assert "ray start --head" in done.stderr
 
 
-def test_an_engine_that_is_not_installed_is_a_sentence(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "daft", None)
-    with pytest.raises(ShoalError, match="needs Daft") as error:
-        run.prepare(options(corpus, tmp_path / "d", tokenizer="bytes", vocab_size=None), Console(quiet=True))
-    assert error.value.hint == "pip install 'shoal[data]'"
-
-
-def test_a_dead_worker_that_the_engine_does_not_notice_is_told_too(tmp_path, monkeypatch):
-    """Daft has been seen waiting for a dead worker for ever: silence and a lock that is free mean death."""
-    monkeypatch.setattr(engine, "_DEATH_S", 0.3)
-    (tmp_path / "worker-1").write_text("12")  # nobody holds its lock
-    reader, writer = os.pipe()
-    with pytest.raises(ShoalError, match="a worker process died"):
-        list(engine._results(reader, tmp_path))
-    os.write(writer, b'{"index": 1}\n\n')
-    assert list(engine._results(reader, tmp_path)) == [{"index": 1}]
-    os.close(reader)
-    os.close(writer)
-
-
-def test_a_worker_that_takes_its_lock_late_and_is_then_silent_is_not_dead(tmp_path, monkeypatch):
-    """The lock was free for a moment; then a range takes longer than a dead worker would be waited for."""
-    monkeypatch.setattr(engine, "_DEATH_S", 0.3)
-    monkeypatch.setattr(engine, "_POLL_S", 0.05)
-    reader, writer = os.pipe()
-    with (tmp_path / "worker-1").open("w") as file:
-        found = engine._results(reader, tmp_path)
-        assert next(found) == {"partial_bytes": 0}
-        assert next(found) == {"partial_bytes": 0}  # by now it was seen without its lock
-        fcntl.flock(file, fcntl.LOCK_EX)
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            assert next(found) == {"partial_bytes": 0}
-    os.close(reader)
-    os.close(writer)
-
-
-def test_a_worker_is_seen_only_with_its_lock(tmp_path, monkeypatch):
-    seen = []
-    honest = fcntl.flock
-
-    def lock(file, how):
-        seen.append(list(tmp_path.glob("worker-*")))
-        honest(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", lock)
-    monkeypatch.setattr(engine, "_name_shared_memory", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(engine, "WorkSpec", lambda **fields: type("Spec", (), fields))
-    job = engine._Job(json.dumps({"folder": str(tmp_path)}), os.getppid())
-    assert seen == [[]]
-    assert engine._any_worker(tmp_path, alive=True)
-    job._alive.close()
+def test_usage_reporting_of_ray_is_off_before_its_import(tmp_path, monkeypatch):
+    """A stand-in for Ray, first on the path, writes down what it would see."""
+    (tmp_path / "ray.py").write_text(
+        f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(os.environ['RAY_USAGE_STATS_ENABLED'])\n"
+        "raise ImportError('not the real one')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ShoalError, match="--runner ray needs Ray") as error:
+        list(engine.Engine(tmp_path, 1, "ray").run(engine.Job("a:b", {}), [{}]))
+    assert error.value.hint == "pip install 'shoal[ray]'"
+    assert (tmp_path / "seen").read_text() == "0"

@@ -134,6 +134,7 @@ def prepare(
     test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     max_rejected_share: float = 0.05,
     workers: int | None = None,
+    runner: Literal["local", "ray"] = "local",
     json: Path | None = None,
 ) -> None:
     """Prepare a dataset from text or labelled examples.
@@ -184,6 +185,8 @@ def prepare(
         Fraction of invalid documents above which the command fails; rejects/ lists them.
     workers
         Number of processes (default: one per core). The result does not depend on it.
+    runner
+        Where to run: processes on this host, or the Ray cluster at RAY_ADDRESS or on this host.
     json
         JSON file to write, with the manifest and the speed.
     """
@@ -192,7 +195,7 @@ def prepare(
 
     chosen = PrepareOptions(
         inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers, ext,
+        test, max_rejected_share, workers, ext, None, runner,
     )  # fmt: skip
     prepare_command(chosen, json)
 

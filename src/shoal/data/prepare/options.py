@@ -16,7 +16,7 @@ MAX_TRAINED_VOCAB = 1 << 20
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Everything `shoal prepare` can be told; `workers` and `range_bytes` never change the result."""
+    """What `shoal prepare` can be told; `workers`, `range_bytes` and `runner` never change the result."""
 
     inputs: tuple[str, ...]
     output: Path
@@ -34,6 +34,7 @@ class PrepareOptions:
     workers: int | None = None
     ext: tuple[str, ...] = ()
     range_bytes: int | None = None
+    runner: str = "local"
     shares: tuple[float, float, float] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
-from shoal.data.prepare.engine import remove_leftovers, require_engine, run_ranges, usable_cores
+from shoal.data.prepare.engine import Engine, Job, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, CHAR, FROM_TEXT, TRAINED, PrepareOptions
@@ -81,7 +81,6 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     inputs = describe_inputs(options, sources)
     if (options.output / MANIFEST).exists():
         return _already_made(options.output, inputs, console)
-    require_engine()
     with _locked(options.output), _stop_on_signals():
         paths = _work_folder(options, inputs, console)
         tokenizer_path = _make_tokenizer(options, sources, paths, console)
@@ -180,7 +179,6 @@ def _stop_on_signals() -> Iterator[None]:
 def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Console) -> _Paths:
     """Return the folder for these inputs and options; unfinished work on others is dropped."""
     root = options.output / WORK_DIR
-    remove_leftovers(root)
     paths = _Paths(options.output, root / plan_key(inputs))
     for other in root.iterdir():
         if other.is_dir() and other != paths.work:
@@ -240,7 +238,8 @@ def _tokenise(
     with RangeProgress(console, total, before) as progress:
         if pending:
             packed = [pack_range(work, sources) for work in pending]
-            with contextlib.closing(run_ranges(packed, spec, workers)) as results:
+            job = Job("shoal.data.prepare.work:RangeWorker", asdict(spec))
+            with contextlib.closing(Engine(paths.work, workers, options.runner).run(job, packed)) as results:
                 for result in results:
                     if "index" in result:
                         done[result["index"]] = result

@@ -46,7 +46,9 @@ def pack_range(work: WorkRange, sources: list[SourceFile]) -> dict[str, Any]:
 class RangeWorker:
     """Does ranges one after the other; the tokenizer is loaded once."""
 
-    def __init__(self, spec: WorkSpec) -> None:
+    def __init__(self, **values: Any) -> None:
+        """Take the values of a WorkSpec."""
+        spec = WorkSpec(**values)
         self._folder = Path(spec.folder)
         self._tokenizer = load_tokenizer(Path(spec.tokenizer))
         self._form = spec.form(self._tokenizer.cut)

@@ -1,0 +1,32 @@
+"""Jobs for worker processes of the tests."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from shoal.errors import DataError
+
+
+class Broken:
+    """A job that fails as libraries do when they are loaded."""
+
+    def __init__(self):
+        sys.exit("this library is broken")
+
+
+class Where:
+    """A job that tells which node of a Ray cluster did it."""
+
+    def __init__(self, factor):
+        self._factor = factor
+
+    def run(self, item, check):
+        import ray
+
+        check(0)
+        if item["value"] < 0:
+            raise DataError("a negative value", hint="use others")
+        time.sleep(0.2)
+        node = ray.get_runtime_context().get_node_id()
+        return {"value": item["value"] * self._factor, "node": node}
