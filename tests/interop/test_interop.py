@@ -81,6 +81,7 @@ def test_a_checkpoint_goes_out_and_comes_in_bit_for_bit_with_its_tokenizer(pool,
     assert (tmp_path / "in/tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("fish \u00e9")["input_ids"] == list("fish \u00e9".encode())
+    assert tokenizer.decode(list(b"it 's , fish .")) == "it 's , fish ."
     assert tokenizer.eos_token_id == 256
 
 
@@ -143,6 +144,14 @@ def test_nanogpts_file_comes_in_with_its_moments(tmp_path, bias):
     assert (moments["blocks.1.attention.k.weight.exp_avg"] == number + 1).all()
     assert moments["embed.weight.exp_avg_sq"].shape == (384, 48)
     assert not moments["embed.weight.exp_avg_sq"][301:].any()
+
+
+def test_nanogpts_file_needs_only_the_model_and_its_arguments(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    held = torch.load(tmp_path / "ckpt.pt")
+    torch.save({name: held[name] for name in ("model", "model_args")}, tmp_path / "least.pt")
+    run(tmp_path / "least.pt", tmp_path / "ours", Wanted())
+    assert not (tmp_path / "ours/optimizer").exists()
 
 
 def test_the_steps_of_a_fused_adam_are_those_of_its_group(tmp_path):
@@ -236,6 +245,13 @@ def test_what_megatrons_files_do_not_say_is_asked_for(megatron, tmp_path):
     with pytest.raises(InputError, match="5000 is more than the"):
         run(megatron / "checkpoint", tmp_path / "ours", Wanted(Told(n_heads=4, vocab_size=5000)))
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_later_megatron_is_refused(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"model": {}, "checkpoint_version": 3.0}, tmp_path / "mp_rank_00/model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match="a later Megatron-LM, with another order of query, key"):
+        run(tmp_path, tmp_path / "ours", Wanted(Told(n_heads=4, vocab_size=1100)))
 
 
 @needs_megatron
@@ -476,6 +492,17 @@ def test_a_folder_without_weights_is_a_sentence(tmp_path):
     random_model("gpt2").save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs/model.safetensors").unlink()
     with pytest.raises(InputError, match="holds no weights"):
+        run(tmp_path / "theirs", tmp_path / "ours", Wanted())
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{}, {"a": "../model.safetensors"}, {"a": "model.safetensors", "b": "gone.safetensors"}, [], None],
+)
+def test_an_index_that_names_other_files_is_a_sentence(tmp_path, named):
+    random_model("gpt2").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(CheckpointError, match="names files that are not beside it, or none"):
         run(tmp_path / "theirs", tmp_path / "ours", Wanted())
 
 

@@ -2,11 +2,13 @@
 
 import gc
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from shoal.config.layout import parse_layout, settings_of
 from shoal.config.sections import Model
@@ -129,3 +131,20 @@ def test_a_backward_pass_on_cpus_does_not_wait_for_the_sums_it_only_keeps(
     values["parallel"] = settings_of(parse_layout(words))
     for rank in pool.run(sums_under_way, 2, tmp_path, values):
         assert rank == [late, 0]
+
+
+def gathers_begun(run_dir, values):
+    """Return how many modules' weights are gathered before the forward pass begins."""
+    job = make_job(run_dir, values)
+    with mock.patch.object(FSDPModule, "unshard") as begun:
+        job.model.sharding.gather_ahead(job.model.decoders[0])
+    return begun.call_count
+
+
+@pytest.mark.parametrize(("words", "begun"), [("zero1x2", 3), ("zero2x2", 3), ("zero3x2", 0)])
+def test_weights_that_are_given_back_after_the_forward_pass_are_not_gathered_ahead(
+    pool, data, tmp_path, words, begun
+):
+    """All of them in memory at once is what ZeRO-3 is there to avoid."""
+    values = tiny_config(data, parallel=settings_of(parse_layout(words)))
+    assert pool.run(gathers_begun, 2, tmp_path, values) == [begun, begun]

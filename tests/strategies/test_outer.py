@@ -353,3 +353,7 @@ def test_a_value_has_the_same_bits_wherever_it_stands():
     for codec in (Plain(torch.float32), Int8(16)):
         first, second = (run_ranks(3, lambda t, n=n, c=codec: work(t, c, n))[0] for n in (5, 77))
         assert torch.equal(first, second)
+
+
+def test_values_in_their_own_format_are_packed_without_padding():
+    assert pack([torch.ones(3), torch.ones(2)], Plain(torch.float32)).numel() == 5

@@ -121,6 +121,10 @@ def test_replicas_wait_at_the_beginning_for_all_but_not_forever(sea):
     there = sea(2)
     record = there.client(0, patience_s=1).enter(Progress(0, 0), nothing)
     assert record.present == [0]
+    until = time.monotonic() + 10
+    while json.loads(there.store.get("status0"))["state"] != "training":  # what those who come later go by
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_replicas_with_other_settings_are_refused_by_name(sea):

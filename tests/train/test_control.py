@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.config.layout import parse_layout, settings_of
 from shoal.train.loop import train
+from shoal.train.metrics import read_metrics
 from tests.train.ranks import make_job, tiny_config
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -113,3 +114,15 @@ def test_a_guard_that_checks_nothing_needs_no_look_between_log_steps(pool, data,
     )
     for *_, reads in pool.run(waits_of, 2, tmp_path, values, 9):
         assert [step for step in reads if 0 < step < 9] == [1, 4, 4, 4, 8, 8, 8, 8]
+
+
+def lines_with_figures(run_dir, values):
+    job = make_job(run_dir, values)
+    job.replicas.figures = {"staleness": 2}  # as a strategy leaves it after an exchange
+    train(job)
+    return [line for line in read_metrics(run_dir / "metrics.jsonl") if "grad_norm" in line]
+
+
+def test_what_a_strategy_tells_of_a_step_stands_in_its_record(pool, data, tmp_path):
+    (lines,) = pool.run(lines_with_figures, 1, tmp_path, tiny_config(data))
+    assert [line["staleness"] for line in lines] == [2] * 5

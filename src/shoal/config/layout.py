@@ -144,7 +144,7 @@ def under(config: Config, layout: Layout) -> Config:
     """Return the configuration under a layout; a split or offload that it cannot have is left out."""
     given = config.parallel
     kept = {
-        "split": given.split if len(given.split) == layout.stages and layout.pp > 1 else (),
+        "split": given.split if len(given.split) == layout.stages else (),
         "offload": given.offload and layout.zero > 0,
     }
     parallel = given.model_copy(update={**settings_of(layout), **kept})
