@@ -24,6 +24,8 @@ BY_NAME = {
     ".parquet": "parquet",
 }
 JSON = (".json", ".json.gz", ".json.zst")
+# Files of web pages, where pages are wanted. A web archive is recognised by its first bytes under any name.
+HTML, WARC = (".html", ".htm", ".xhtml"), (".warc", ".warc.gz", ".warc.zst")
 # Taken from a folder without --ext, with the above and names without a suffix. docs/prepare.md lists them.
 TEXT_SUFFIXES = {
     ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".pyx", ".c", ".h",
@@ -37,7 +39,7 @@ _LOOK = 8192
 _MAX_LINE = 32 << 20
 _MAX_BLANK = 100
 _PACKED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-_PARQUET = b"PAR1"
+_PARQUET, _WARC = b"PAR1", b"WARC/1."
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -49,25 +51,39 @@ class NotTextError(DataError):
         self.label = label
 
 
-def is_candidate(path: Path, ext: tuple[str, ...]) -> bool:
-    """Tell whether a folder's file is looked at, by its name: those of --ext, or text-like ones."""
+def is_candidate(path: Path, ext: tuple[str, ...], *, pages: bool = False) -> bool:
+    """Tell whether a folder's file is looked at, by its name: those of --ext, or text-like ones and pages."""
     name = path.name.lower()
     if ext:
         return name.endswith(tuple(f".{one}" for one in ext))
-    return not path.suffix or path.suffix.lower() in TEXT_SUFFIXES or name.endswith((*BY_NAME, *JSON))
+    known = (*BY_NAME, *JSON, *(HTML + WARC if pages else ()))
+    return not path.suffix or path.suffix.lower() in TEXT_SUFFIXES or name.endswith(known)
 
 
-def find_kind(path: Path, text_key: str) -> str:
-    """Return the kind of a file; a NotTextError says what it is instead of text."""
+def has_pages(kind: str) -> bool:
+    """Tell whether files of this kind hold web pages, which `web.pages` reads."""
+    return kind.startswith(("html", "warc"))
+
+
+def find_kind(path: Path, text_key: str, *, pages: bool = False) -> str:
+    """Return the kind of a file; a NotTextError says what it is instead of text.
+
+    With `pages`, HTML files and web archives hold pages, to be extracted. Without, HTML is plain text.
+    """
     name = path.name.lower()
     known = next((kind for ending, kind in BY_NAME.items() if name.endswith(ending)), None)
-    if known:
-        return known
+    if known or (pages and name.endswith(HTML)):
+        return known or "html"
     is_json = name.endswith(JSON)
     try:
         with path.open("rb") as file:
             head = file.read(_LOOK)
             packed = next((ending for magic, ending in _PACKED.items() if head.startswith(magic)), "")
+            if head.startswith(_WARC) or (packed and _is_warc(path, packed)):
+                if pages:
+                    return f"warc{packed}"
+                message = f"{path} is a web archive (WARC)"
+                raise NotTextError("web archive", message, "--web extracts the text of its pages")
             looked_at = packed or is_json or path.suffix.lower() not in TEXT_SUFFIXES
             if looked_at and _is_json_lines(file, packed, text_key):
                 return f"jsonl{packed}"
@@ -99,6 +115,15 @@ def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
     if kind.endswith(".zst"):
         return io.BufferedReader(pa.input_stream(raw, compression="zstd"), BUFFER)
     return raw
+
+
+def _is_warc(path: Path, packed: str) -> bool:
+    """Tell whether a compressed file begins with a WARC record (ISO 28500)."""
+    try:
+        with path.open("rb") as raw:
+            return decompressed(raw, packed).read(len(_WARC)) == _WARC
+    except (OSError, EOFError, zlib.error, ValueError):
+        return False
 
 
 def _is_json_lines(raw: BinaryIO, packed: str, text_key: str) -> bool:

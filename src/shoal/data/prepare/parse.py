@@ -7,16 +7,16 @@ import csv
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
 from shoal.data.boundaries import Boundary
-from shoal.data.prepare.kinds import decompressed
+from shoal.data.prepare.kinds import decompressed, has_pages
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
@@ -35,6 +35,8 @@ _SMALL = 32 << 20  # characters that it may take in any case
 _NAME_THE_KEY = "name the key or column that holds the text with --text-key, or choose other files with --ext"
 _NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
+_FACTS = ("url", "title", "date", "language")  # keys of a JSON line that are kept beside its text
+_MAX_FACT = 2048  # characters of one
 
 # A row is a document, a piece of one (`starts`, `ends` tell which), or a refusal (`reason`, no `text`).
 # (file, offset) is the document's identity: a byte for text and JSONL, a record for CSV, a row for Parquet.
@@ -63,7 +65,7 @@ class Format:
 
 @dataclass(frozen=True)
 class TextRow:
-    """One row of PARSED without its file."""
+    """One row of PARSED without its file. `facts` are what a JSON line says about its text."""
 
     offset: int
     line: int
@@ -71,6 +73,10 @@ class TextRow:
     reason: str | None
     starts: bool = True
     ends: bool = True
+    facts: dict[str, str] | None = None
+
+
+Row = TypeVar("Row")
 
 
 @dataclass
@@ -97,22 +103,34 @@ def parse_range(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, about 0.5 MB a batch; `notes` tell how far the reading is."""
     notes = notes or Notes()
-    batch: list[tuple[int, TextRow]] = []
-    size = documents = 0
-    for place, segment in enumerate(work.segments):
-        for row in _rows(segment, sources[segment.file], form, notes, place):
-            documents += bool(row.text) and row.ends
-            batch.append((segment.file, row))
-            size += len(row.text or "")
-            if size >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
-                yield _to_batch(batch)
-                batch, size = [], 0
-            if documents == work.limit:
-                break
-        if documents == work.limit:
+    rows = (
+        (segment.file, row)
+        for place, segment in enumerate(work.segments)
+        for row in segment_rows(segment, sources[segment.file], form, notes, place)
+    )
+    for batch in batched(
+        rows, work.limit, lambda r: len(r[1].text or ""), lambda r: bool(r[1].text) and r[1].ends
+    ):
+        yield _to_batch(batch)
+
+
+def batched(
+    rows: Iterable[Row], limit: int | None, size: Callable[[Row], int], is_document: Callable[[Row], bool]
+) -> Iterator[list[Row]]:
+    """Group rows into batches of about 0.5 MB; stop after `limit` documents."""
+    batch: list[Row] = []
+    num_bytes = documents = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += size(row)
+        documents += is_document(row)
+        if num_bytes >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
+            yield batch
+            batch, num_bytes = [], 0
+        if documents == limit:
             break
     if batch:
-        yield _to_batch(batch)
+        yield batch
 
 
 def _to_batch(rows: list[tuple[int, TextRow]]) -> pa.RecordBatch:
@@ -125,9 +143,11 @@ def _to_batch(rows: list[tuple[int, TextRow]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=PARSED)
 
 
-def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int) -> Iterator[TextRow]:
-    """Choose the reader for a file's kind; anything but a clean read is a DataError that names the file."""
-    try:
+def segment_rows(
+    segment: Segment, source: SourceFile, form: Format, notes: Notes, place: int
+) -> Iterator[TextRow]:
+    """Choose the reader for a file's kind; `place` is the segment's in its range."""
+    with naming_damage(source.path):
         if source.kind == "text":
             whole = form.separator is None
             yield from _one_text(segment, source, form) if whole else _separated(segment, source, form)
@@ -137,9 +157,16 @@ def _rows(segment: Segment, source: SourceFile, form: Format, notes: Notes, plac
             yield from _parquet_rows(segment, source, form)
         else:
             yield from _json_rows(segment, source, form, notes, place)
+
+
+@contextmanager
+def naming_damage(path: str) -> Iterator[None]:
+    """Turn what a reader raises in the middle of a file into a DataError that names the file."""
+    try:
+        yield
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise DataError(
-            f"{source.path} cannot be read to its end: {error}",
+            f"{path} cannot be read to its end: {error}",
             hint="it is cut short or damaged: copy it again, or leave it out",
         ) from error
 
@@ -245,8 +272,8 @@ def _json_rows(
             )
         if line.strip():
             last = number
-            text, reason = _json_text(line, offset, form.text_key)
-            yield TextRow(offset, number, text, reason)
+            text, reason, facts = _json_text(line, offset, form.text_key)
+            yield TextRow(offset, number, text, reason, facts=facts)
 
 
 def _lines(segment: Segment, source: SourceFile, notes: Notes) -> Iterator[tuple[int, bytes]]:
@@ -285,21 +312,23 @@ def _read_line(file: BinaryIO, source: SourceFile) -> tuple[bytes, int]:
     return line, length
 
 
-def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None]:
-    """Return (text, None) or (None, why not) of one JSON line."""
+def _json_text(line: bytes, offset: int, key: str) -> tuple[str | None, str | None, dict[str, str] | None]:
+    """Return (text, None, facts beside it) or (None, why not, None) of one JSON line."""
     if len(line) > _MAX_LINE:
-        return None, f"a line of more than {_MAX_LINE >> 20} MiB"
+        return None, f"a line of more than {_MAX_LINE >> 20} MiB", None
     try:
         value = json.loads(line.decode())  # given bytes, it would guess at UTF-16 and UTF-32
     except UnicodeDecodeError as error:
-        return None, _not_utf8(line, line[error.start], offset + error.start)
+        return None, _not_utf8(line, line[error.start], offset + error.start), None
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON: {error}"
+        return None, f"not JSON: {error}", None
     if not isinstance(value, dict):
-        return None, f"not a JSON object but {type(value).__name__}"
+        return None, f"not a JSON object but {type(value).__name__}", None
     if key not in value:
-        return None, no_key(key, list(value))
-    return _check_text(value[key], key)
+        return None, no_key(key, list(value)), None
+    facts = {name: value[name] for name in _FACTS if name != key and isinstance(value.get(name), str)}
+    cut = {name: fact[:_MAX_FACT].encode(errors="replace").decode() for name, fact in facts.items()}
+    return *_check_text(value[key], key), cut or None
 
 
 def _csv_rows(source: SourceFile, form: Format, notes: Notes) -> Iterator[TextRow]:
@@ -457,7 +486,7 @@ def no_key(key: str, seen: list[str]) -> str:
 
 def refuse_wrong_key(source: SourceFile, form: Format) -> None:
     """Look at the start of a JSONL, CSV or Parquet file: raise DataError where nothing in it is usable."""
-    if source.kind == "text" or not source.size:
+    if source.kind == "text" or has_pages(source.kind) or not source.size:
         return
     work = WorkRange(0, source.role, 0, (Segment(0, 0, 1 if source.kind == "parquet" else _BLOCK),), limit=1)
     batch = next(parse_range(work, {0: source}, form), None)

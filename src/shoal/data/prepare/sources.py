@@ -64,10 +64,11 @@ class WorkRange:
         return WorkRange(value["index"], value["role"], value["num_bytes"], segments, value["limit"])
 
 
-def find_sources(options: PrepareOptions) -> tuple[list[SourceFile], Counter[str]]:
+def find_sources(options: PrepareOptions, *, pages: bool = False) -> tuple[list[SourceFile], Counter[str]]:
     """List all input files, each role's in sorted order, and count what folders hold beside them.
 
-    Raises DataError where a role has no text.
+    With `pages`, HTML files and web archives are pages to be extracted; without, HTML files are plain text
+    where they are named or chosen by suffix. Raises DataError where a role has no text.
     """
     sources: list[SourceFile] = []
     passed_over = Counter[str]()
@@ -76,7 +77,7 @@ def find_sources(options: PrepareOptions) -> tuple[list[SourceFile], Counter[str
         ("validation", options.validation),
         ("test", options.test),
     ):
-        search = _Search(role, options, passed_over)
+        search = _Search(role, options, passed_over, pages)
         found = [source for text in inputs for source in search.expand(text)]
         unique = {source.path: source for source in found}
         ordered = [unique[path] for path in sorted(unique)]
@@ -97,6 +98,7 @@ class _Search:
     role: str
     options: PrepareOptions
     passed_over: Counter[str]
+    pages: bool
 
     def expand(self, text: str) -> Iterator[SourceFile]:
         """Turn one INPUT (file, folder, glob or `stdlib`) into files."""
@@ -121,13 +123,13 @@ class _Search:
 
     def _named(self, path: Path) -> SourceFile:
         """Describe a file that is taken because it is named; DataError where it holds no text."""
-        return _source(path, self.role, find_kind(path, self.options.text_key))
+        return _source(path, self.role, find_kind(path, self.options.text_key, pages=self.pages))
 
     def _in_folder(self, folder: Path) -> Iterator[SourceFile]:
         """Describe the files of a folder that look like text, and count all others by the reason."""
         taken, passed = 0, Counter[str]()
         for path in self._files_below(folder, passed):
-            if not is_candidate(path, self.options.ext):
+            if not is_candidate(path, self.options.ext, pages=self.pages):
                 passed[f"{path.suffix.lower()} file" if path.suffix else "no-suffix file"] += 1
                 continue
             try:
