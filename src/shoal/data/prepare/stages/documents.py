@@ -6,6 +6,7 @@ drops documents: then `text` is null, and `stage`, `reason` and `detail` say why
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from shoal.config.sections import Section
+from shoal.errors import ConfigError
 
 DOCUMENTS = pa.schema(
     [
@@ -70,3 +72,11 @@ def with_meta(batch: pa.RecordBatch, facts: Sequence[Mapping[str, Any] | None]) 
         for old, new in zip(before, facts, strict=True)
     ]
     return with_columns(batch, {"meta": after})
+
+
+def require(module: str) -> Any:
+    """Import a module of the extra `web`; ConfigError with the pip command where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"this needs the package {module}", hint="pip install 'shoal[web]'") from error
