@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from shoal.data.texts import read_passages
 from shoal.data.tokenizer import bytes_tokenizer_json
 from shoal.errors import DataError, InputError
 from shoal.infer.evaluate import evaluate
 from shoal.infer.load import load_text_model
 from shoal.infer.measure import Measure
 from shoal.infer.score import score, sliding_spans
-from shoal.infer.texts import read_passages, undo_moses
 from tests import commands
 from tests.infer.conftest import ONE_THREAD
 from tests.shared import SHARED
@@ -73,11 +73,6 @@ def test_a_text_is_measured_by_token_and_by_byte(loaded, tmp_path):
     assert one["tokens"] == one["bytes"] == len(text.encode())  # the tokenizer's ids are bytes
     assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
     assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
-
-
-def test_moses_is_undone():
-    cut = " = = Title = = \n The \" big \" dog ( 3 @-@ 4 @.@ 5 ) , 1 @,@ 000 cats ' toys ; it 's fine . \n"
-    assert undo_moses(cut) == " == Title ==\nThe \"big\" dog (3-4.5), 1,000 cats' toys; it's fine.\n"
 
 
 def test_wikitext_counts_the_words_of_the_original(loaded, tmp_path):
@@ -207,12 +202,6 @@ def test_what_cannot_be_measured_is_said(trained_run, words, said):
     done = commands.run("evaluate", trained_run, *words, env=ONE_THREAD)
     assert done.returncode == 2
     assert said in done.stderr
-
-
-def test_a_line_without_a_passage_is_named(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"text": "two words"}\n{"text": 3}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl, line 2"):
-        read_passages(tmp_path / "bad.jsonl")
 
 
 def test_a_dataset_of_another_vocabulary_is_refused(loaded, tmp_path):

@@ -15,12 +15,12 @@ from rich.table import Table
 from shoal.checkpoint.manifest import STATE, read_state
 from shoal.data.dataset import open_dataset
 from shoal.data.identity import refuse_other_tokenizer
+from shoal.data.texts import read_passages, read_text, undo_moses
 from shoal.errors import DataError, InputError
 from shoal.infer.distributed import load_distributed
 from shoal.infer.load import TextModel
 from shoal.infer.measure import Found, Measure, score_all
 from shoal.infer.score import Span, sliding_spans
-from shoal.infer.texts import read_passages, read_text, undo_moses
 from shoal.runtime.files import check_targets, read_json, write_json
 from shoal.scoring import perplexity
 

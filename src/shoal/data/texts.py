@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.errors import DataError, InputError
@@ -48,19 +49,31 @@ def undo_moses(text: str) -> str:
     return text
 
 
-def read_passages(path: Path) -> list[tuple[str, str]]:
-    """Read LAMBADA's JSON lines as (context, last word with the space before it)."""
-    passages = []
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line from 1, stripped `text`) of the JSON lines of a file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"].strip()
-            context, word = text.rsplit(" ", 1)
+            yield number, json.loads(line)["text"].strip()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            hint = 'write {"text": "two words"}'
-            raise DataError(f"{path}, line {number}: no passage of words: {error}", hint=hint) from error
+            raise _no_passage(path, number, error) from error
+
+
+def read_passages(path: Path) -> list[tuple[str, str]]:
+    """Read LAMBADA's JSON lines as (context, last word with the space before it)."""
+    passages = []
+    for number, text in read_lines(path):
+        try:
+            context, word = text.rsplit(" ", 1)
+        except ValueError as error:
+            raise _no_passage(path, number, error) from error
         passages.append((context, f" {word}"))
     if not passages:
         raise DataError(f"{path} holds no passage")
     return passages
+
+
+def _no_passage(path: Path, number: int, error: Exception) -> DataError:
+    hint = 'write {"text": "two words"}'
+    return DataError(f"{path}, line {number}: no passage of words: {error}", hint=hint)
