@@ -11,15 +11,15 @@ from shoal.errors import DataError
 class Broken:
     """A job that fails as libraries do when they are loaded."""
 
-    def __init__(self):
+    def __init__(self, spec):
         sys.exit("this library is broken")
 
 
 class Where:
     """A job that tells which node of a Ray cluster did it."""
 
-    def __init__(self, factor):
-        self._factor = factor
+    def __init__(self, spec):
+        self._factor = spec["factor"]
 
     def run(self, item, check):
         import ray

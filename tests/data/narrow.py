@@ -31,7 +31,11 @@ def run_jobs(job, spec, items):
 
 
 def write_ranges(
-    folder: Path, documents: Sequence[str | None], settings: DedupSettings, cuts: Iterable[int], rows: int = 50
+    folder: Path,
+    documents: Sequence[str | None],
+    settings: DedupSettings,
+    cuts: Iterable[int],
+    rows: int = 50,
 ) -> list[RangeFiles]:
     """Write documents as ranges that begin at 0 and at the places in `cuts`, in batches of `rows`."""
     signer, ranges, bounds = Signer(settings), [], [0, *cuts, len(documents)]

@@ -48,7 +48,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """Work on many items: `module:class`, and the keyword arguments to make it of, as JSON values."""
+    """Work on many items: `module:class`, and what to make it of, as JSON values."""
 
     worker: str
     spec: dict[str, Any]
@@ -56,7 +56,7 @@ class Job:
     def make(self) -> Worker:
         """Make the class, in the process that will run it."""
         module, _, name = self.worker.partition(":")
-        return cast(Worker, getattr(importlib.import_module(module), name)(**self.spec))
+        return cast(Worker, getattr(importlib.import_module(module), name)(self.spec))
 
 
 Results = Generator[dict[str, Any], None, None]

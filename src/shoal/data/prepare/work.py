@@ -46,8 +46,8 @@ def pack_range(work: WorkRange, sources: list[SourceFile]) -> dict[str, Any]:
 class RangeWorker:
     """Does ranges one after the other; the tokenizer is loaded once."""
 
-    def __init__(self, **values: Any) -> None:
-        """Take the values of a WorkSpec."""
+    def __init__(self, values: dict[str, Any]) -> None:
+        """Take the fields of a WorkSpec."""
         spec = WorkSpec(**values)
         self._folder = Path(spec.folder)
         self._tokenizer = load_tokenizer(Path(spec.tokenizer))

@@ -74,6 +74,11 @@ def with_meta(batch: pa.RecordBatch, facts: Sequence[Mapping[str, Any] | None]) 
     return with_columns(batch, {"meta": after})
 
 
+def facts_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the `meta` of each document."""
+    return [json.loads(meta) if meta else {} for meta in batch.column("meta").to_pylist()]
+
+
 def require(module: str) -> Any:
     """Import a module of the extra `web`; ConfigError with the pip command where it is missing."""
     try:

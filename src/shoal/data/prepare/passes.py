@@ -1,0 +1,328 @@
+"""The two passes of a chain over the ranges, in worker processes.
+
+Pass 1 reads, runs the stages that look at one document at a time, and commits the texts of a range and its
+narrow rows. Pass 2 applies what was decided with all documents in view, and commits tokens and fates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shoal.data.prepare.chain import chain_of
+from shoal.data.prepare.decisions import DECISIONS
+from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
+from shoal.data.prepare.dedup.find import OLD_KEY
+from shoal.data.prepare.dedup.minhash import Signer
+from shoal.data.prepare.dedup.paragraphs import CUTS, without_paragraphs
+from shoal.data.prepare.dedup.ranges import RangeFiles
+from shoal.data.prepare.dedup.settings import DedupSettings
+from shoal.data.prepare.parse import PARSED, Format, Notes
+from shoal.data.prepare.read import READ, document_batches
+from shoal.data.prepare.sources import SourceFile, WorkRange
+from shoal.data.prepare.stages.decontaminate import Decontaminate
+from shoal.data.prepare.stages.documents import DOCUMENTS, dropped, facts_of, with_columns
+from shoal.data.prepare.work import range_paths, tokenise_stage, tokenised_schema
+from shoal.data.tokenizer import load_tokenizer
+from shoal.runtime.files import atomic_write, write_json
+
+Check = Callable[[int], None]
+# `chars` is the length of the text when it was dropped, or now.
+TEXTS = DOCUMENTS.remove(DOCUMENTS.get_field_index("page")).append(pa.field("chars", pa.int32()))
+FATES = pa.schema([field for field in DECISIONS if field.name not in ("split", "position")])
+DUPLICATE = ("exact", "near", "against", "paragraphs")  # stages that drop what was there before
+_COUNTED = ("rows", "documents", "empty", "rejected", "filtered", "duplicates", "tokens", "text_bytes")
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The files of a range after pass 1. The summary comes last, and says that it is done."""
+
+    folder: Path
+    index: int
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / f"{self.index:07d}.json"
+
+    @property
+    def arrow(self) -> RangeFiles:
+        """Documents (TEXTS), and their narrow rows if duplicates are sought."""
+        stem = f"{self.index:07d}"
+        return RangeFiles(self.folder / f"{stem}.arrow", self.folder / f"{stem}.narrow.arrow")
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the documents (TEXTS)."""
+        with pa.memory_map(str(self.arrow.documents)) as source, pa.ipc.open_file(source) as reader:
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number)
+
+
+class TextWorker:
+    """Pass 1 on one range after the other."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """Take `folder`, `form` (fields of a Format) and `chain` (as `Chain.to_dict` gives it)."""
+        chain = chain_of(spec["chain"])
+        self._folder, self._form = Path(spec["folder"]), Format(**spec["form"], cut=None)
+        self._stages = [chain.stages[name].start() for name in chain.rows]
+        dedup = chain.get(DedupSettings)
+        self._signer = Signer(dedup) if dedup else None
+
+    def run(self, packed: dict[str, Any], check: Check) -> dict[str, Any]:
+        """Process and commit one range; return its summary."""
+        work = WorkRange.from_dict(packed["work"])
+        sources = {int(number): SourceFile(**facts) for number, facts in packed["files"].items()}
+        files, notes, samples = TextFiles(self._folder, work.index), Notes(), Samples()
+        rows: list[int] = []
+        with ExitStack() as stack:
+            narrow = None
+            if self._signer is not None:
+                file = stack.enter_context(atomic_write(files.arrow.signatures))
+                narrow = stack.enter_context(pa.ipc.new_file(file, self._signer.schema))
+            file = stack.enter_context(atomic_write(files.arrow.documents))
+            out = stack.enter_context(pa.ipc.new_file(file, TEXTS, options=_LZ4))
+            for batch in document_batches(work, sources, self._form, notes):
+                done = min(notes.read_bytes(), work.num_bytes)
+                batch = self._run_stages(batch, sum(rows), samples, lambda: check(done))  # noqa: B023
+                out.write_batch(batch)
+                if narrow is not None and self._signer is not None:
+                    narrow.write_batch(self._signer.sign(batch.column("text")))
+                rows.append(len(batch))
+        summary = {"index": work.index, "role": work.role, "bytes": work.num_bytes, "batches": rows}
+        summary["samples"] = samples.found
+        summary["lines"] = [[segment.file, notes.lines.get(n, 0)] for n, segment in enumerate(work.segments)]
+        write_json(files.summary, summary)
+        return summary
+
+    def _run_stages(
+        self, batch: pa.RecordBatch, first: int, samples: Samples, check: Callable[[], None]
+    ) -> pa.RecordBatch:
+        """Return the batch (TEXTS) after all stages."""
+        chars = _lengths(batch)
+        for run_stage in (*self._stages, without_empty):
+            check()
+            before, batch = batch, run_stage(batch)
+            samples.add_dropped(before, batch, first)
+            kept = batch.column("stage").is_null().to_numpy(zero_copy_only=False)
+            chars = np.where(kept, _lengths(batch), chars)
+        columns = [batch.column(name) for name in TEXTS.names[:-1]]
+        return pa.RecordBatch.from_arrays([*columns, pa.array(chars)], schema=TEXTS)
+
+
+class Samples:
+    """The first few documents that were dropped, for each stage and reason."""
+
+    MOST, CHARS = 3, 300
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[list[Any]]] = {}  # "stage: reason" -> [row, beginning of the text]
+
+    def add_dropped(self, before: pa.RecordBatch, after: pa.RecordBatch, first: int) -> None:
+        """Add what one stage dropped of a batch whose first document has the number `first`."""
+        gone = pc.and_(before.column("stage").is_null(), after.column("stage").is_valid())
+        for row in np.flatnonzero(gone.to_numpy(zero_copy_only=False)).tolist():
+            key = f"{after.column('stage')[row]}: {after.column('reason')[row]}"
+            if len(found := self.found.setdefault(key, [])) < self.MOST:
+                text = before.column("text")[row].as_py() or ""
+                found.append([first + row, text[: self.CHARS]])
+
+    def add(self, others: dict[str, list[list[Any]]], first: int) -> None:
+        """Add those of a range, whose first document has the number `first`."""
+        for key, rows in others.items():
+            found = [*self.found.get(key, []), *([first + row, text] for row, text in rows)]
+            self.found[key] = sorted(found)[: self.MOST]
+
+
+class TokenWorker:
+    """Pass 2 on one range after the other."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """Take `texts` and `tokens` (folders), `tokenizer`, `duplicates` and `paragraphs` (files, or None),
+        `decontaminate` (settings, or None) and `common`, the n-grams that it ignores."""
+        self._texts, self._tokens = Path(spec["texts"]), Path(spec["tokens"])
+        tokenizer = load_tokenizer(Path(spec["tokenizer"]))
+        self._schema, self._tokenise = tokenised_schema(tokenizer.vocab_size), tokenise_stage(tokenizer)
+        self._duplicates = SortedRows(spec["duplicates"], DUPLICATES)
+        self._paragraphs = SortedRows(spec["paragraphs"], CUTS)
+        self._old = json.loads(self._duplicates.metadata.get(OLD_KEY, b"[]"))
+        cleaner = Decontaminate(**spec["decontaminate"]) if spec["decontaminate"] else None
+        self._decontaminate = cleaner.start(spec["common"]) if cleaner else None
+
+    def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
+        """Process and commit the range `index`, whose documents have the numbers from `first`."""
+        index, first = item["index"], item["first"]
+        data_path, summary_path = range_paths(self._tokens, index)
+        counts, documents_of, samples = Counter[str](), Counter[int](), Samples()
+        with (
+            atomic_write(data_path) as data,
+            pa.ipc.new_stream(data, self._schema) as out,
+            atomic_write(fates_path(self._tokens, index)) as narrow,
+            pa.ipc.new_file(narrow, FATES, options=_LZ4) as fates,
+        ):
+            for held in TextFiles(self._texts, index).batches():
+                check(0)
+                found = self._duplicates.between(first, first + len(held))
+                batch = self._decide(_documents(held), first, found, samples)
+                kept = batch.column("stage").is_null()
+                chars = pc.if_else(kept, pc.utf8_length(batch.column("text")), held.column("chars"))
+                tokens = self._tokenise(_parsed(batch))
+                out.write_batch(tokens)
+                fates.write_batch(_fates(batch, chars, first, found))
+                counts.update(_count(batch), tokens=len(tokens.column("tokens").flatten()))
+                documents_of.update(batch.column("file").filter(kept).to_pylist())
+                first += len(batch)
+        summary = {**{name: counts[name] for name in _COUNTED}, "index": index, "samples": samples.found}
+        summary |= {"documents_of": sorted(documents_of.items())}
+        summary |= {name: item[name] for name in ("role", "bytes", "lines")}
+        write_json(summary_path, summary)
+        return summary
+
+    def _decide(self, batch: pa.RecordBatch, first: int, found: pa.Table, samples: Samples) -> pa.RecordBatch:
+        """Drop duplicates; cut out paragraphs and passages of evaluation files."""
+        before = batch
+        if len(found):
+            columns = {name: batch.column(name).to_pylist() for name in ("text", "stage", "reason", "detail")}
+            for fact in found.to_pylist():
+                row = fact["number"] - first
+                columns["text"][row], columns["detail"][row] = None, _old_twin(fact["twin"], self._old)
+                columns["stage"][row], columns["reason"][row] = fact["stage"], fact["reason"]
+            batch = with_columns(batch, columns)
+            samples.add_dropped(before, batch, first)
+        cuts = self._paragraphs.between(first, first + len(batch))
+        if len(cuts):
+            texts = batch.column("text").to_pylist()
+            for fact in cuts.to_pylist():
+                if (text := texts[row := fact["number"] - first]) is not None:
+                    texts[row] = without_paragraphs(text, fact["cut"])
+            batch = with_columns(batch, {"text": texts})
+        if self._decontaminate is not None:
+            before, batch = batch, self._decontaminate(batch)
+            samples.add_dropped(before, batch, first)
+        return without_empty(batch)
+
+
+class CountWorker:
+    """Counts n-grams of evaluation files in the texts of one range after the other."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """Take `texts`, a folder, and `decontaminate`, settings."""
+        self._texts = Path(spec["texts"])
+        self._count = Decontaminate(**spec["decontaminate"]).counting()
+
+    def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
+        """Return the counts of the range `index`."""
+        total = Counter[str]()
+        for batch in TextFiles(self._texts, item["index"]).batches():
+            check(0)
+            total.update(self._count(batch))
+        return {"counts": total}
+
+
+class SortedRows:
+    """The rows of an Arrow file that is sorted by `number`, mapped into memory; none without a file."""
+
+    def __init__(self, path: str | None, schema: pa.Schema) -> None:
+        self._table = pa.ipc.open_file(pa.memory_map(path)).read_all() if path else schema.empty_table()
+        self.metadata = self._table.schema.metadata or {}
+        self._numbers = self._table.column("number").to_numpy()
+
+    def between(self, first: int, last: int) -> pa.Table:
+        """Return the rows of the documents from `first` up to `last`."""
+        low, high = np.searchsorted(self._numbers, [first, last])
+        return self._table.slice(low, high - low)
+
+
+def fates_path(folder: Path, index: int) -> Path:
+    """Return the file that says what became of the documents of a range (FATES)."""
+    return folder / f"{index:07d}.fates.arrow"
+
+
+def without_empty(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Drop documents that have become empty."""
+    empty = pc.fill_null(pc.equal(pc.binary_length(batch.column("text")), 0), False)
+    if not pc.any(empty).as_py():
+        return batch
+    return dropped(batch, READ, [("empty", "") if one else None for one in empty.to_pylist()])
+
+
+def _lengths(batch: pa.RecordBatch) -> np.ndarray:
+    """Return the number of characters of each text, of bytes of each page."""
+    texts = pc.fill_null(pc.utf8_length(batch.column("text")), 0)
+    pages = pc.fill_null(pc.binary_length(batch.column("page")), 0)
+    return pc.add(texts, pages).to_numpy(zero_copy_only=False).astype(np.int32)
+
+
+def _documents(held: pa.RecordBatch) -> pa.RecordBatch:
+    """Return TEXTS as DOCUMENTS."""
+    pages = pa.nulls(len(held), pa.large_binary())
+    columns = [pages if name == "page" else held.column(name) for name in DOCUMENTS.names]
+    return pa.RecordBatch.from_arrays(columns, schema=DOCUMENTS)
+
+
+def _parsed(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return DOCUMENTS as PARSED; only what could not be read has a reason there."""
+    whole = pa.array(np.ones(len(batch), bool))
+    unread = pc.and_not(_is(batch, "stage", READ), _is(batch, "reason", "empty"))
+    why = pc.coalesce(batch.column("detail"), batch.column("reason"))
+    columns = {
+        "starts": whole,
+        "ends": whole,
+        "reason": pc.if_else(unread, why, pa.scalar(None, pa.string())),
+    }
+    arrays = [columns[name] if name in columns else batch.column(name) for name in PARSED.names]
+    return pa.RecordBatch.from_arrays(arrays, schema=PARSED)
+
+
+def _is(batch: pa.RecordBatch, column: str, *values: str) -> pa.Array:
+    return pc.is_in(batch.column(column), pa.array(values, pa.string()))
+
+
+def _count(batch: pa.RecordBatch) -> dict[str, int]:
+    """Return the counters of a batch: rows are documents, and those dropped for one of four kinds of reasons."""
+    unread, empty = _is(batch, "stage", READ), _is(batch, "reason", "empty")
+    kinds = {
+        "documents": batch.column("stage").is_null(),
+        "empty": pc.and_(unread, empty),
+        "rejected": pc.and_not(unread, empty),
+        "duplicates": _is(batch, "stage", *DUPLICATE),
+    }
+    counts = {name: pc.sum(rows).as_py() or 0 for name, rows in kinds.items()}
+    counts |= {"rows": len(batch), "filtered": len(batch) - sum(counts.values())}
+    return {**counts, "text_bytes": pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0}
+
+
+def _fates(batch: pa.RecordBatch, chars: pa.Array, first: int, found: pa.Table) -> pa.RecordBatch:
+    """Return the rows of the table of documents for a batch; `found` are those of its duplicates."""
+    facts, rows = facts_of(batch), (found["number"].to_numpy() - first).tolist()
+    columns = {name: batch.column(name) for name in ("file", "offset", "stage", "reason", "detail")}
+    columns |= {"number": pa.array(np.arange(first, first + len(batch))), "chars": chars}
+    for name in ("url", "language"):
+        values = [one.get(name) for one in facts]
+        columns[name] = pa.array([value if isinstance(value, str) else None for value in values], pa.string())
+    for name in ("twin", "estimated", "exact", "cluster_size"):
+        of_row = dict(zip(rows, found[name].to_pylist(), strict=True))
+        column = pa.array([of_row.get(row) for row in range(len(batch))], DUPLICATES.field(name).type)
+        columns[name] = column
+    columns["cluster"] = columns.pop("cluster_size")
+    own = pc.fill_null(pc.greater_equal(columns["twin"], 0), False)  # the others are of older datasets
+    columns["twin"] = pc.if_else(own, columns["twin"], pa.scalar(None, pa.int64()))
+    return pa.RecordBatch.from_arrays([columns[field.name].cast(field.type) for field in FATES], schema=FATES)
+
+
+def _old_twin(twin: int | None, datasets: list[list[Any]]) -> str | None:
+    """Name a document of an older dataset, whose number is negative."""
+    if twin is None or twin >= 0:
+        return None
+    path, start, _ = next(facts for facts in datasets if facts[1] <= twin < facts[1] + facts[2])
+    return f"document {twin - start:,} of {path}"
