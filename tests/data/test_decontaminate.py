@@ -86,6 +86,8 @@ def test_two_hundred_characters_on_each_side_go_and_on_to_the_end_of_the_sentenc
     assert row["text"] == "a" * 300 + ".\n\n" + "d" * 300
     (row,) = apply(stage(passage), f"{before[:-2]} {passage} {after}")  # the stop is 199 characters away
     assert row["text"] == "d" * 300
+    (row,) = apply(stage(passage), f"{before} {passage} {after[1:]}")  # here on the other side
+    assert row["text"] == "a" * 300 + "."
     (row,) = apply(stage(passage, margin=0), f"{before} {passage} {after}")
     assert row["text"] == "a" * 300 + ".\n\n" + "d" * 300
 

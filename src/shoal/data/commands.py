@@ -83,9 +83,9 @@ def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None
     opened = _open(path)
     facts = _facts(opened)
     if doc is not None:
-        facts["document"] = _document(opened, split, doc, _SHOWN_TOKENS)
+        facts["document"] = document_of(opened, split, doc, _SHOWN_TOKENS)
     elif facts.get("tokenizer") and facts["splits"].get(split, {}).get("documents"):
-        facts["document"] = _document(opened, split, 0, _SAMPLE_TOKENS)
+        facts["document"] = document_of(opened, split, 0, _SAMPLE_TOKENS)
     table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -100,9 +100,9 @@ def show_dataset(path: Path, doc: int | None, split: str, json_file: Path | None
     console = Console(markup=False, highlight=False)
     console.print(table)
     if shown := facts.get("document"):
-        number, tokens, source = shown["number"], shown["tokens"], _printable(shown["from"])
+        number, tokens, source = shown["number"], shown["tokens"], printable(shown["from"])
         console.print(f"{split} document {number}, {tokens:,} tokens, from {source}:")
-        print(_printable(shown["text"]))
+        print(printable(shown["text"]))
     if json_file is not None:
         write_json(json_file, facts)
     return EXIT_DONE
@@ -172,12 +172,12 @@ def _facts(opened: Dataset | ExampleSet) -> Facts:
     return facts
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace the control characters of a stranger's text but newline and tab: a terminal would obey them."""
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
-def _document(opened: Dataset | ExampleSet, split: str, number: int, most: int) -> Facts:
+def document_of(opened: Dataset | ExampleSet, split: str, number: int, most: int) -> Facts:
     """Return the source of a document, and its text up to `most` tokens."""
     if not isinstance(opened, Dataset) or opened.tokenizer_path is None:
         raise InputError(f"{opened.path} holds no text", hint="leave --doc out")

@@ -215,13 +215,17 @@ class IndexedReader:
         """Return the number of documents."""
         return len(self.document_marks) - 1
 
-    def document(self, number: int) -> np.ndarray:
-        """Return the ids of one document."""
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the first token of a document, and the first after it."""
         first, last = int(self.document_marks[number]), int(self.document_marks[number + 1])
         if not 0 <= first < last <= len(self.lengths):
             raise DataError(f"{self.idx_path} has no document {number} where it says so: damaged")
         start = int(self.offsets[first]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[first:last].sum())]
+        return start, start + int(self.lengths[first:last].sum())
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the ids of one document."""
+        return self.tokens[slice(*self.span(number))]
 
     def check(self) -> None:
         """Read the whole index: lengths, offsets and marks must fit each other and the token file."""
