@@ -6,6 +6,7 @@ drops documents: then `text` is null, and `stage`, `reason` and `detail` say why
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from shoal.config.sections import Section
+from shoal.errors import ConfigError
 
 DOCUMENTS = pa.schema(
     [
@@ -70,3 +72,19 @@ def with_meta(batch: pa.RecordBatch, facts: Sequence[Mapping[str, Any] | None]) 
         for old, new in zip(before, facts, strict=True)
     ]
     return with_columns(batch, {"meta": after})
+
+
+def facts_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the `meta` of each document."""
+    return [json.loads(meta) if meta else {} for meta in batch.column("meta").to_pylist()]
+
+
+def require(module: str) -> Any:
+    """Import a module of a package that `shoal[web]` installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise ConfigError(
+            f"this stage needs the package {package}", hint="pip install 'shoal[web]'"
+        ) from error
