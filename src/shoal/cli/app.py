@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from shoal.cli.bench import bench
 from shoal.cli.help import CHECK, COMMANDS, HELP_FLAGS, OPTIONS, SHORT, HelpPage, usage_error
 from shoal.cli.models import evaluate, export, generate, import_, serve
+from shoal.cli.prepare import explain, prepare
 from shoal.cli.setup import completion, config
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ShoalError
 from shoal.runtime.openmp import sleep_sooner
@@ -72,6 +73,7 @@ app.command(
     "Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400 "
     "-m shoal advise gpt2 --data DATASET   (the link between two hosts; run it on each)",
 )
+app.command(prepare, group=_DATA)
 app.command(config, group=_DATA)
 app.command(generate, group=_MODEL)
 app.command(evaluate, group=_MODEL)
@@ -113,91 +115,6 @@ def doctor(
     from shoal.runtime.network import several_hosts
 
     return run(json, several_hosts(nnodes, rdzv, node_rank), data)
-
-
-@app.command(group=_DATA)
-def prepare(
-    inputs: Annotated[tuple[str, ...], Parameter(name="INPUT", negative=())],
-    /,
-    *,
-    output: Path,
-    ext: tuple[str, ...] = (),
-    tokenizer: str = "bpe",
-    vocab_size: int | None = None,
-    split: str = "949,50,1",
-    seed: int = 1234,
-    text_key: str = "text",
-    delim: str | None = None,
-    separator: str | None = None,
-    limit: int | None = None,
-    validation: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    max_rejected_share: float = 0.05,
-    workers: int | None = None,
-    runner: Literal["local", "ray"] = "local",
-    json: Path | None = None,
-) -> None:
-    """Prepare a dataset from text or labelled examples.
-
-    Run the same command again to continue after an interruption.
-
-    Example: shoal prepare stdlib --output datasets/stdlib --vocab-size 4096
-
-    Example: shoal prepare 'texts/*.jsonl' --output datasets/mine --text-key body
-
-    Example: shoal prepare mnist/ --output datasets/mnist
-
-    Parameters
-    ----------
-    inputs
-        Files, folders or quoted globs. A file that you name is read whatever its suffix: JSON lines by their
-        keys, CSV, TSV and Parquet by their columns, anything else as UTF-8 text. `stdlib` is the source code
-        of this Python's standard library (12 MB, offline). Labelled examples: .npz files (arrays x and y, or
-        x_train, y_train, x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version,
-        `sklearn-digits`, or `random-images` (generated, for timing).
-    output
-        Dataset folder to create, or to continue.
-    ext
-        Suffixes of the files to read in folders, as in --ext py md rst (default: text and source code).
-    tokenizer
-        bpe, word or char (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
-        folder with one of these or with vocab.json and merges.txt.
-    vocab_size
-        Vocabulary size for a newly trained bpe or word tokenizer (default: for bpe a power of two from 512 to
-        32768 with at least 3 kB of text for each id; for word at most 32768).
-    split
-        Weights of the train, validation and test splits, by documents, or by tokens if documents are few.
-    seed
-        Random seed for the split, and for the sample that a tokenizer is trained on.
-    text_key
-        Key or column that holds the text.
-    delim
-        Field delimiter of CSV files (default: a comma, or a tab for .tsv).
-    separator
-        Text between documents in a .txt file, with \\n for a newline (default: each file is one document).
-    limit
-        Use only the first N documents that are not empty.
-    validation
-        Files for the validation split, instead of a part of INPUT.
-    test
-        Files for the test split, instead of a part of INPUT.
-    max_rejected_share
-        Fraction of invalid documents above which the command fails; rejects/ lists them.
-    workers
-        Number of processes (default: one per core). The result does not depend on it.
-    runner
-        Where to run: processes on this host, or the Ray cluster at RAY_ADDRESS or on this host.
-    json
-        JSON file to write, with the manifest and the speed.
-    """
-    from shoal.data.prepare.options import PrepareOptions
-    from shoal.data.prepare.run import prepare_command
-
-    chosen = PrepareOptions(
-        inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers, ext, None, runner,
-    )  # fmt: skip
-    prepare_command(chosen, json)
 
 
 checkpoint = App(
@@ -285,6 +202,7 @@ def gather(path: Path, folders: tuple[Path, ...], /) -> int:
 
 dataset = App(name="dataset", group=_DATA, group_commands=COMMANDS, help="List, verify or show datasets.")
 app.command(dataset)
+app.command(explain, group=_DATA)
 
 
 @dataset.command(name="ls")

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from shoal.data.dataset import SPLITS
-from shoal.data.indexed import IndexedWriter, token_dtype
+from shoal.data.indexed import IndexedReader, IndexedWriter, token_dtype
+from shoal.data.permutation import permute
 from shoal.data.prepare.sources import SourceFile
 from shoal.data.prepare.splits import SplitPlan
 from shoal.data.prepare.work import range_paths
@@ -44,10 +45,38 @@ def assemble(
                     sink.add(tokens, lengths, starts, ends)
                 else:
                     _write_rows(writers[fixed], tokens, lengths, ends)
-        facts = {SPLITS[n]: writer.finish() for n, writer in writers.items()}
-        for n, writer in writers.items():
-            facts[SPLITS[n]]["max_id"] = writer.max_id
+        facts = _finished({SPLITS[n]: writer for n, writer in writers.items()})
+    return _shuffle(target, facts, plan.seed, vocab_size) if plan.shuffled else facts
+
+
+def _finished(writers: dict[str, IndexedWriter]) -> dict[str, dict[str, Any]]:
+    facts = {name: writer.finish() for name, writer in writers.items()}
+    return {name: {**fact, "max_id": writers[name].max_id} for name, fact in facts.items()}
+
+
+def _shuffle(
+    folder: Path, facts: dict[str, dict[str, Any]], seed: int, vocab_size: int
+) -> dict[str, dict[str, Any]]:
+    """Write the token files again with the documents of each split in an order drawn by the seed."""
+    hidden = folder / "shuffled"
+    hidden.mkdir()
+    for name, fact in facts.items():
+        reader, number = IndexedReader(folder / name), fact["documents"]
+        order = np.argsort(shuffled_place(np.arange(number, dtype=np.int64), number, seed, name))
+        with IndexedWriter(hidden / name, token_dtype(vocab_size)) as writer:
+            for document in order.tolist():
+                writer.append(reader.document(document))
+                writer.end_document()
+            facts[name] |= _finished({name: writer})[name]
+    for path in hidden.iterdir():
+        path.replace(folder / path.name)
+    hidden.rmdir()
     return facts
+
+
+def shuffled_place(places: np.ndarray, number: int, seed: int, split: str) -> np.ndarray:
+    """Return where the documents at some places of a split are after the shuffle; it has `number` in all."""
+    return permute(places, number, seed, f"shuffle {split}")
 
 
 class _DocumentSink:

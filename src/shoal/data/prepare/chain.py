@@ -58,6 +58,18 @@ class Chain:
         """Return the settings of the stages that work document by document, as plain values."""
         return {name: values for name, values in self.to_dict().items() if name in ROWS}
 
+    @property
+    def after_fetch(self) -> list[str]:
+        """Return the names of the stages that documents go through, in order."""
+        return [name for name in self.stages if name not in BEFORE]
+
+    def files(self) -> list[str]:
+        """Return the files and datasets that settings name; another content gives another dataset."""
+        names = ("files", "domain_files", "extension_files", "against", "tokenizer")
+        found = [getattr(stage, name, ()) for stage in self.stages.values() for name in names]
+        several = [(one,) if isinstance(one, str) else one for one in found]
+        return [file for files in several for file in files if Path(file).exists()]
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the settings of all stages as plain values."""
         return {name: stage.model_dump(mode="json") for name, stage in self.stages.items()}

@@ -11,18 +11,22 @@ from typing import Any
 
 import xxhash
 
-from shoal.data.dataset import FORMAT, FORMAT_VERSION
+from shoal.data.dataset import FORMAT, FORMAT_VERSION, MANIFEST
 from shoal.data.indexed import token_dtype
+from shoal.data.prepare.chain import Chain
 from shoal.data.prepare.options import BYTES, FROM_TEXT, GPT2, PrepareOptions
 from shoal.data.prepare.sources import SourceFile
 from shoal.data.prepare.splits import SplitPlan
 from shoal.data.tokenizer import Tokenizer
+from shoal.errors import InputError
 from shoal.runtime.files import hash_file
 
 PIPELINE_VERSION = 1  # raise it when the same input would give other bytes
 
 
-def describe_inputs(options: PrepareOptions, sources: list[SourceFile]) -> dict[str, Any]:
+def describe_inputs(
+    options: PrepareOptions, sources: list[SourceFile], chain: Chain | None = None
+) -> dict[str, Any]:
     """Return everything that decides the result: options by name, and each role's files by digest."""
     names = ("split", "seed", "text_key", "delim", "separator", "limit")
     described: dict[str, Any] = {"pipeline": PIPELINE_VERSION, "tokenizer": _tokenizer_identity(options)}
@@ -37,7 +41,25 @@ def describe_inputs(options: PrepareOptions, sources: list[SourceFile]) -> dict[
             "bytes": sum(source.size for source in files),
             "digest": digest.hexdigest(),
         }
-    return described
+    described["shuffle"] = options.shuffle or None
+    described["stages"] = chain.to_dict() if chain else None
+    described["stage_files"] = {file: _digest(Path(file)) for file in chain.files()} if chain else None
+    described["urls"] = {url: _digest(Path(url)) for url in options.urls} or None
+    return {name: value for name, value in described.items() if value is not None or name in names}
+
+
+def _digest(path: Path) -> str:
+    """Return a digest of a file, of a dataset's manifest, or of a folder's files by name, size and time."""
+    try:
+        if path.is_dir() and (path / MANIFEST).is_file():
+            return hash_file(path / MANIFEST)
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+        return hash_file(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check its name") from error
 
 
 def plan_key(inputs: dict[str, Any]) -> str:
@@ -48,11 +70,11 @@ def plan_key(inputs: dict[str, Any]) -> str:
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Say in words what differs."""
     words = []
-    for name, value in new.items():
-        before = old.get(name)
+    for name in dict.fromkeys([*new, *old]):
+        before, value = old.get(name), new.get(name)
         if before == value:
             continue
-        if name.endswith("_files") and before:
+        if name.endswith("_files") and name != "stage_files" and before and value:
             words.append(
                 f"{name.replace('_', ' ')} were {before['files']:,} with {before['bytes']:,} bytes, "
                 f"now {value['files']:,} with {value['bytes']:,}, or were written to since"
@@ -71,8 +93,12 @@ def build_manifest(
     facts: dict[str, dict[str, Any]],
     tokenizer: Tokenizer,
     tokenizer_path: Path,
+    records: list[dict[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the manifest and the record of each stage. Neither holds a time: same input, same bytes."""
+    """Return the manifest and the record of each stage, those of a chain are `records`.
+
+    Neither holds a time: same input, same bytes.
+    """
     counters = _counters(summaries)
     assert counters["tokens"] == sum(fact["tokens"] for fact in facts.values()), (counters, facts)
     documents_of = Counter[int]()
@@ -90,6 +116,7 @@ def build_manifest(
                 for number, s in enumerate(sources)
             ],
         },
+        **{record["stage"]: record for record in records},
         "tokenise": {
             "stage": "tokenise",
             "settings": {"tokenizer": inputs["tokenizer"]},
@@ -126,13 +153,14 @@ def _shown(path: str) -> str:
 
 def _counters(summaries: list[dict[str, Any]]) -> dict[str, int]:
     """Add the ranges up: read = kept + rejected + empty + filtered + duplicates."""
-    total = {name: sum(s[name] for s in summaries) for name in ("documents", "rejected", "empty", "tokens")}
+    names = ("documents", "rejected", "empty", "filtered", "duplicates", "tokens")
+    total = {name: sum(summary.get(name, 0) for summary in summaries) for name in names}
     return {
-        "documents_read": total["documents"] + total["rejected"] + total["empty"],
+        "documents_read": sum(total.values()) - total["tokens"],
         "rejected": total["rejected"],
         "empty": total["empty"],
-        "filtered": 0,
-        "duplicates": 0,
+        "filtered": total["filtered"],
+        "duplicates": total["duplicates"],
         "documents_kept": total["documents"],
         "tokens": total["tokens"],
         "text_bytes": sum(s["text_bytes"] for s in summaries),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ConfigError
 
@@ -12,6 +15,8 @@ TRAINED, CHAR, WORD, GPT2, BYTES = "bpe", "char", "word", "gpt2", "bytes"
 FROM_TEXT = (TRAINED, CHAR, WORD)  # tokenizers that are made of the text
 MIN_VOCAB = 257  # 256 bytes and the end-of-document token
 MAX_TRAINED_VOCAB = 1 << 20
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)b?", re.IGNORECASE)
+_LEAST_MEMORY = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,12 @@ class PrepareOptions:
     ext: tuple[str, ...] = ()
     range_bytes: int | None = None
     runner: str = "local"
+    web: bool = False
+    stages: Path | None = None
+    urls: tuple[str, ...] = ()
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings of stages
+    shuffle: bool = False
+    max_memory: str = "1GB"
     shares: tuple[float, float, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +55,7 @@ class PrepareOptions:
         object.__setattr__(self, "ext", tuple(one.lower().removeprefix(".") for one in self.ext))
         object.__setattr__(self, "shares", self._effective_shares(parse_split(self.split)))
         self._check_vocab()
+        self._check_chain()
         if self.delim is not None and len(self.delim) != 1:
             raise ConfigError(f"--delim {self.delim!r} is not one character", hint="use , or ; or \\t")
         if self.separator == "":
@@ -57,6 +69,42 @@ class PrepareOptions:
             raise ConfigError(
                 f"--max-rejected-share {self.max_rejected_share} is not a share", hint="use 0 to 1"
             )
+
+    @property
+    def has_chain(self) -> bool:
+        """Tell whether documents go through a chain of stages."""
+        return self.web or self.stages is not None or bool(self.urls)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return --max-memory in bytes."""
+        found = _MEMORY.fullmatch(self.max_memory.strip())
+        size = int(float(found[1]) * 1000 ** " kmgt".index((found[2] or " ").lower())) if found else 0
+        if size < _LEAST_MEMORY:
+            raise ConfigError(
+                f"--max-memory {self.max_memory!r} is no size of at least 100MB", hint="use for example 2GB"
+            )
+        return size
+
+    def _check_chain(self) -> None:
+        """Refuse what does not go together with the presence, or absence, of a chain."""
+        self.memory_bytes  # noqa: B018  (raises)
+        if not self.inputs and not self.urls:
+            raise ConfigError(
+                "there is no input", hint="name files or folders, or a list of URLs with --urls"
+            )
+        if self.web and self.stages is not None:
+            raise ConfigError(
+                "--web is a chain of stages, and --stages names another", hint="give one of them"
+            )
+        if self.changes and not self.has_chain:
+            options = {"language": "--languages", "quality": "--kind", "dedup": "--shingle"}
+            raise ConfigError(
+                f"{options[next(iter(self.changes))]} is for a chain of stages",
+                hint="add --web or --stages FILE",
+            )
+        if self.urls and self.limit is not None:
+            raise ConfigError("--limit counts documents of files, not pages", hint="shorten the list of URLs")
 
     def _check_vocab(self) -> None:
         """Refuse a vocabulary size that nothing can use."""

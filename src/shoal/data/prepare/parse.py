@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -484,7 +484,13 @@ def no_key(key: str, seen: list[str]) -> str:
     return f"{_NO_KEY} {key!r}; keys seen: {names}"
 
 
-def refuse_wrong_key(source: SourceFile, form: Format) -> None:
+def refuse_wrong_keys(sources: Sequence[SourceFile], form: Format) -> None:
+    """Look at the first file of each role and kind: raise DataError where nothing in it is usable."""
+    for source in {(source.role, source.kind): source for source in reversed(sources)}.values():
+        _refuse_wrong_key(source, form)
+
+
+def _refuse_wrong_key(source: SourceFile, form: Format) -> None:
     """Look at the start of a JSONL, CSV or Parquet file: raise DataError where nothing in it is usable."""
     if source.kind == "text" or has_pages(source.kind) or not source.size:
         return

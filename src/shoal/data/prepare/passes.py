@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,26 @@ class TextFiles:
         stem = f"{self.index:07d}"
         return RangeFiles(self.folder / f"{stem}.arrow", self.folder / f"{stem}.narrow.arrow")
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the documents (TEXTS)."""
+    def texts(self, first: int, last: int, batches: Sequence[int]) -> Iterator[tuple[int, str | None]]:
+        """Yield (row, text) from row `first` up to `last`; `batches` are their sizes."""
+        at = 0
+        for rows, batch in zip(batches, self._lazily(), strict=True):
+            if at + rows > first and at < last:
+                low, high = max(first - at, 0), min(last - at, rows)
+                yield from enumerate(
+                    batch().column("text").slice(low, high - low).to_pylist(), start=at + low
+                )
+            at += rows
+
+    def _lazily(self) -> Iterator[Callable[[], pa.RecordBatch]]:
         with pa.memory_map(str(self.arrow.documents)) as source, pa.ipc.open_file(source) as reader:
             for number in range(reader.num_record_batches):
-                yield reader.get_batch(number)
+                yield partial(reader.get_batch, number)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the documents (TEXTS)."""
+        for batch in self._lazily():
+            yield batch()
 
 
 class TextWorker:
@@ -84,7 +100,7 @@ class TextWorker:
         work = WorkRange.from_dict(packed["work"])
         sources = {int(number): SourceFile(**facts) for number, facts in packed["files"].items()}
         files, notes, samples = TextFiles(self._folder, work.index), Notes(), Samples()
-        rows: list[int] = []
+        rows, text_bytes = list[int](), 0
         with ExitStack() as stack:
             narrow = None
             if self._signer is not None:
@@ -99,8 +115,9 @@ class TextWorker:
                 if narrow is not None and self._signer is not None:
                     narrow.write_batch(self._signer.sign(batch.column("text")))
                 rows.append(len(batch))
+                text_bytes += _text_bytes(batch)
         summary = {"index": work.index, "role": work.role, "bytes": work.num_bytes, "batches": rows}
-        summary["samples"] = samples.found
+        summary |= {"text_bytes": text_bytes, "samples": samples.found}
         summary["lines"] = [[segment.file, notes.lines.get(n, 0)] for n, segment in enumerate(work.segments)]
         write_json(files.summary, summary)
         return summary
@@ -289,7 +306,7 @@ def _is(batch: pa.RecordBatch, column: str, *values: str) -> pa.Array:
 
 
 def _count(batch: pa.RecordBatch) -> dict[str, int]:
-    """Return the counters of a batch: rows are documents, and those dropped for one of four kinds of reasons."""
+    """Return the counters of a batch: all rows, those that are kept, and the others by kind of reason."""
     unread, empty = _is(batch, "stage", READ), _is(batch, "reason", "empty")
     kinds = {
         "documents": batch.column("stage").is_null(),
@@ -299,7 +316,11 @@ def _count(batch: pa.RecordBatch) -> dict[str, int]:
     }
     counts = {name: pc.sum(rows).as_py() or 0 for name, rows in kinds.items()}
     counts |= {"rows": len(batch), "filtered": len(batch) - sum(counts.values())}
-    return {**counts, "text_bytes": pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0}
+    return {**counts, "text_bytes": _text_bytes(batch)}
+
+
+def _text_bytes(batch: pa.RecordBatch) -> int:
+    return pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0
 
 
 def _fates(batch: pa.RecordBatch, chars: pa.Array, first: int, found: pa.Table) -> pa.RecordBatch:

@@ -18,8 +18,8 @@ _LINE_EVERY_S = 5.0
 class RangeProgress:
     """Shows bytes done, MB/s and time left; `done_bytes`, of an earlier run, do not count as speed."""
 
-    def __init__(self, console: Console, total_bytes: int, done_bytes: int) -> None:
-        self._console, self._total = console, max(total_bytes, 1)
+    def __init__(self, console: Console, what: str, total_bytes: int, done_bytes: int) -> None:
+        self._console, self._what, self._total = console, what, max(total_bytes, 1)
         self._first, self._done = done_bytes, done_bytes
         self._start = self._last_line = time.monotonic()
         self._bar = Progress(
@@ -30,7 +30,7 @@ class RangeProgress:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("tokenise", total=self._total, completed=done_bytes, speed="")
+        self._task = self._bar.add_task(what, total=self._total, completed=done_bytes, speed="")
 
     def __enter__(self) -> RangeProgress:
         if self._console.is_terminal:
@@ -51,7 +51,9 @@ class RangeProgress:
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._last_line > _LINE_EVERY_S or finished):
             self._last_line = now
-            self._console.print(f"tokenise {self._done / self._total:4.0%}  {self.speed()}", highlight=False)
+            self._console.print(
+                f"{self._what} {self._done / self._total:4.0%}  {self.speed()}", highlight=False
+            )
 
     def speed(self) -> str:
         """Return what stands beside the bar: "12.3 MB/s, 45 s left"."""

@@ -10,62 +10,47 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
+from shoal.data.prepare.chain import read_chain
 from shoal.data.prepare.engine import Engine, Job, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, CHAR, FROM_TEXT, TRAINED, PrepareOptions
-from shoal.data.prepare.parse import refuse_wrong_key
-from shoal.data.prepare.plan import limit_ranges, plan_ranges, range_size
-from shoal.data.prepare.progress import RangeProgress, summary_table
-from shoal.data.prepare.sources import (
-    SourceFile,
-    WorkRange,
-    find_sources,
-    in_words,
-    penn_treebank,
-    refuse_changed,
-)
+from shoal.data.prepare.parse import Format, refuse_wrong_keys
+from shoal.data.prepare.plan import limit_ranges
+from shoal.data.prepare.progress import summary_table
+from shoal.data.prepare.sources import SourceFile, find_sources, in_words, penn_treebank, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
-from shoal.data.prepare.vocabulary import FIT_BYTES, check_fit, fixed_tokenizer, make_vocabulary, sample_text
-from shoal.data.prepare.work import WorkSpec, pack_range, range_paths
-from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, Tokenizer, parse_tokenizer
+from shoal.data.prepare.steps import PAGES_DIR, Paths, Ranges, cut_ranges, form_of
+from shoal.data.prepare.vocabulary import (
+    FIT_BYTES,
+    SAMPLE_BYTES,
+    Corpus,
+    SourceText,
+    check_fit,
+    fixed_tokenizer,
+    make_vocabulary,
+)
+from shoal.data.prepare.work import pack_range, range_paths
+from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer
 from shoal.data.verify import CACHE
 from shoal.errors import DataError, InputError, StoppedError
 from shoal.runtime.files import atomic_write, check_targets, disk_error, fsync, read_json, write_json
+
+if TYPE_CHECKING:
+    from shoal.data.prepare.chained import Chained
 
 WORK_DIR = ".work"  # inside the dataset folder until it is finished
 STAGES_DIR = "stages"
 _LOCK_NAME = "lock"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class _Paths:
-    """Where one preparation works."""
-
-    output: Path
-    work: Path  # one folder for each set of inputs and options: pieces of two never meet
-
-    @property
-    def vocabulary_note(self) -> Path:
-        return self.work / "vocabulary.json"
-
-    @property
-    def ranges(self) -> Path:
-        return self.work / "ranges"
-
-    @property
-    def final(self) -> Path:
-        return self.work / "final"
 
 
 def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
@@ -75,17 +60,32 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     """
     console = console or Console(stderr=True)
     started, options = time.monotonic(), penn_treebank(options)
-    sources, passed_over = find_sources(options)
+    chain = read_chain(options.stages, options.changes) if options.has_chain else None
+    sources, passed_over = find_sources(options, pages=chain is not None)
     if passed_over:
         console.print(f"passed over in folders: {in_words(passed_over)}")
-    inputs = describe_inputs(options, sources)
+    inputs = describe_inputs(options, sources, chain)
     if (options.output / MANIFEST).exists():
         return _already_made(options.output, inputs, console)
     with _locked(options.output), _stop_on_signals():
         paths = _work_folder(options, inputs, console)
-        tokenizer_path = _make_tokenizer(options, sources, paths, console)
-        summaries = _tokenise(options, sources, paths, tokenizer_path, console)
-        dataset = _finish(options, inputs, sources, paths, tokenizer_path, summaries, console)
+        engine = Engine(paths.work, options.workers or usable_cores(), options.runner)
+        refuse_wrong_keys(sources, Format(**form_of(options), cut=None))
+        made = None
+        if chain is not None:
+            from shoal.data.prepare.chained import Chained
+
+            made = Chained(chain, options, sources, paths, engine, console)
+            made.fetch()
+            made.read()
+            made.find_duplicates()
+            tokenizer_path = _make_tokenizer(options, made, paths, console)
+            summaries = made.tokenise(tokenizer_path)
+        else:
+            text = SourceText(sources, Format(**form_of(options), cut=None), options.seed, options.limit)
+            tokenizer_path = _make_tokenizer(options, text, paths, console)
+            summaries = _tokenise(options, sources, paths, engine, tokenizer_path, console)
+        dataset = _finish(options, inputs, sources, paths, tokenizer_path, summaries, made, console)
     console.print(summary_table(dataset.manifest, str(options.output), time.monotonic() - started))
     return dataset
 
@@ -119,7 +119,7 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the folder for this process alone; refuse one that holds other people's files."""
-    ours = {CACHE, WORK_DIR, REJECTS_DIR, STAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
+    ours = {CACHE, WORK_DIR, REJECTS_DIR, STAGES_DIR, PAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
     try:
         output.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in output.iterdir() if path.name not in ours)
@@ -176,10 +176,10 @@ def _stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Console) -> _Paths:
+def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Console) -> Paths:
     """Return the folder for these inputs and options; unfinished work on others is dropped."""
     root = options.output / WORK_DIR
-    paths = _Paths(options.output, root / plan_key(inputs))
+    paths = Paths(options.output, root / plan_key(inputs))
     for other in root.iterdir():
         if other.is_dir() and other != paths.work:
             if any((other / "ranges").glob("*.json")):
@@ -189,26 +189,20 @@ def _work_folder(options: PrepareOptions, inputs: dict[str, Any], console: Conso
     return paths
 
 
-def _make_tokenizer(
-    options: PrepareOptions, sources: list[SourceFile], paths: _Paths, console: Console
-) -> Path:
+def _make_tokenizer(options: PrepareOptions, text: Corpus, paths: Paths, console: Console) -> Path:
     """Return the tokenizer's file in the work folder; make it unless an earlier run did."""
     found = next(
         (paths.work / name for name in (JSON_NAME, MODEL_NAME) if (paths.work / name).exists()), None
     )
     if found:
         return found
-    form = _spec(options, paths, Path()).form(None)
-    for source in {(s.role, s.kind): s for s in reversed(sources)}.values():
-        refuse_wrong_key(source, form)
     if options.tokenizer in FROM_TEXT:
-        content, note = _interruptible(lambda: make_vocabulary(options, sources, form, console.print))
+        content, note = _interruptible(lambda: make_vocabulary(options, text, console.print))
         write_json(paths.vocabulary_note, note)
     else:
         content = fixed_tokenizer(options.tokenizer)
     if options.tokenizer not in (BYTES, TRAINED, CHAR):
-        sample = next(sample_text(sources, form, options.seed, options.limit), [])
-        texts = [text[:FIT_BYTES] for text in sample[:64]]
+        texts = [one[:FIT_BYTES] for one in next(text.sample(SAMPLE_BYTES), [])[:64]]
         check_fit(content, options.tokenizer, texts, console.print)
     path = paths.work / (JSON_NAME if content.lstrip()[:1] == b"{" else MODEL_NAME)
     with atomic_write(path) as file:
@@ -217,55 +211,38 @@ def _make_tokenizer(
 
 
 def _tokenise(
-    options: PrepareOptions, sources: list[SourceFile], paths: _Paths, tokenizer_path: Path, console: Console
+    options: PrepareOptions,
+    sources: list[SourceFile],
+    paths: Paths,
+    engine: Engine,
+    tokenizer_path: Path,
+    console: Console,
 ) -> list[dict[str, Any]]:
-    """Do the ranges that are not done yet; return the summaries of all, in order."""
+    """Read and tokenise all ranges; return their summaries, in order."""
     tokenizer = parse_tokenizer(tokenizer_path.read_bytes(), str(tokenizer_path))
-    spec = _spec(options, paths, tokenizer_path)
-    ranges = _plan(options, sources, tokenizer, paths)
+    form = form_of(options)
+    ranges = cut_ranges(options, sources, paths, cuttable=tokenizer.cut is not None)
     if options.limit is not None:
-        ranges = limit_ranges(ranges, dict(enumerate(sources)), spec.form(tokenizer.cut), options.limit)
-    done = {
-        work.index: _summary(paths, work)
-        for work in ranges
-        if range_paths(paths.ranges, work.index)[1].exists()
-    }
-    if done:
-        console.print(f"continuing: {len(done)} of {len(ranges)} ranges were done before")
-    pending = [work for work in ranges if work.index not in done]
-    total, before = sum(work.num_bytes for work in ranges), sum(s["bytes"] for s in done.values())
-    workers = min(options.workers or usable_cores(), max(len(pending), 1))
-    with RangeProgress(console, total, before) as progress:
-        if pending:
-            packed = [pack_range(work, sources) for work in pending]
-            job = Job("shoal.data.prepare.work:RangeWorker", asdict(spec))
-            with contextlib.closing(Engine(paths.work, workers, options.runner).run(job, packed)) as results:
-                for result in results:
-                    if "index" in result:
-                        done[result["index"]] = result
-                        before += result["bytes"]
-                    progress.show(before + result.get("partial_bytes", 0))
-    return [done[work.index] for work in ranges]
-
-
-def _plan(
-    options: PrepareOptions, sources: list[SourceFile], tokenizer: Tokenizer, paths: _Paths
-) -> list[WorkRange]:
-    """Cut the sources into ranges, of the size that an earlier run of this work used."""
-    note = paths.work / "range_bytes.json"
-    if not note.exists():
-        write_json(note, options.range_bytes or range_size(sources))
-    size = int(read_json(note, "work note"))
-    return plan_ranges(sources, size, separator=options.separator, cuttable=tokenizer.cut is not None)
+        ranges = limit_ranges(
+            ranges, dict(enumerate(sources)), Format(**form, cut=tokenizer.cut), options.limit
+        )
+    spec = {"folder": str(paths.ranges.absolute()), "tokenizer": str(tokenizer_path.absolute()), "form": form}
+    return Ranges(
+        "tokenise",
+        {work.index: pack_range(work, sources) for work in ranges},
+        {work.index: work.num_bytes for work in ranges},
+        {work.index: range_paths(paths.ranges, work.index)[1] for work in ranges},
+    ).run(engine, Job("shoal.data.prepare.work:RangeWorker", spec), console)
 
 
 def _finish(
     options: PrepareOptions,
     inputs: dict[str, Any],
     sources: list[SourceFile],
-    paths: _Paths,
+    paths: Paths,
     tokenizer_path: Path,
     summaries: list[dict[str, Any]],
+    made: Chained | None,
     console: Console,
 ) -> Dataset:
     """Check what was counted, assemble the splits, and publish everything."""
@@ -273,13 +250,14 @@ def _finish(
     shutil.rmtree(paths.final, ignore_errors=True)
     paths.final.mkdir()
     write_rejects(paths.ranges, paths.final, summaries, sources)
-    _refuse_bad_input(options, paths, summaries)
+    _refuse_bad_input(options, paths, summaries, made)
     split = _plan_split(options, summaries, console)
     tokenizer = parse_tokenizer(tokenizer_path.read_bytes(), str(tokenizer_path))
     facts = assemble(paths.ranges, paths.final, summaries, split, tokenizer.vocab_size)
     shutil.copyfile(tokenizer_path, paths.final / tokenizer_path.name)
+    records = made.finish(summaries, split, facts) if made is not None else []
     manifest, stages = build_manifest(
-        options, inputs, sources, summaries, split, facts, tokenizer, tokenizer_path
+        options, inputs, sources, summaries, split, facts, tokenizer, tokenizer_path, records
     )
     if paths.vocabulary_note.exists():
         stages["tokenise"]["settings"] |= read_json(paths.vocabulary_note, "work note")
@@ -289,13 +267,17 @@ def _finish(
     return open_dataset(options.output)
 
 
-def _refuse_bad_input(options: PrepareOptions, paths: _Paths, summaries: list[dict[str, Any]]) -> None:
+def _refuse_bad_input(
+    options: PrepareOptions, paths: Paths, summaries: list[dict[str, Any]], made: Chained | None
+) -> None:
     """Raise DataError where there is no text, or too much of it was refused."""
     rejected = sum(s["rejected"] for s in summaries)
     documents = sum(s["documents"] for s in summaries if s["role"] == "main")
     total = rejected + sum(s["documents"] for s in summaries)
     if documents and rejected <= options.max_rejected_share * total:
         return
+    if not documents and made is not None:
+        made.refuse_nothing_left()
     target = options.output / REJECTS_DIR / REJECTS_NAME
     target.parent.mkdir(exist_ok=True)
     (paths.final / REJECTS_DIR / REJECTS_NAME).replace(target)
@@ -315,7 +297,9 @@ def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], consol
     """Divide the main text, and say so where it is not by documents."""
     main = [s for s in summaries if s["role"] == "main"]
     documents, tokens = sum(s["documents"] for s in main), sum(s["tokens"] for s in main)
-    split = plan_split(documents, tokens, options.shares, options.seed, options.split)
+    split = plan_split(
+        documents, tokens, options.shares, options.seed, options.split, shuffled=options.shuffle
+    )
     if split.by == "tokens":
         console.print(
             f"too few documents ({documents:,}) for split {options.split} by documents: "
@@ -324,7 +308,7 @@ def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], consol
     return split
 
 
-def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
+def _publish(paths: Paths, manifest: dict[str, Any]) -> None:
     """Give everything its final name, the manifest last. Signals wait for these few renames."""
     names = [STAGES_DIR, REJECTS_DIR, JSON_NAME, MODEL_NAME, *_token_files()]
     held = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
@@ -343,23 +327,6 @@ def _publish(paths: _Paths, manifest: dict[str, Any]) -> None:
         raise disk_error(error, paths.output) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-
-
-def _spec(options: PrepareOptions, paths: _Paths, tokenizer_path: Path) -> WorkSpec:
-    """Return what the workers must know."""
-    return WorkSpec(
-        str(paths.ranges.absolute()),
-        str(tokenizer_path.absolute()),
-        options.text_key,
-        options.delim,
-        options.separator,
-    )
-
-
-def _summary(paths: _Paths, work: WorkRange) -> dict[str, Any]:
-    """Read the summary of a range that is done."""
-    summary: dict[str, Any] = read_json(range_paths(paths.ranges, work.index)[1], "range summary")
-    return summary
 
 
 def _token_files() -> list[str]:

@@ -21,6 +21,7 @@ class SplitPlan:
     by: str
     counts: tuple[int, int, int]
     seed: int
+    shuffled: bool = False  # the documents of each split, afterwards
 
     def of_documents(self, first: int, number: int) -> np.ndarray:
         """Return the split (0 train, 1 validation, 2 test) of documents first..first + number - 1."""
@@ -38,14 +39,16 @@ class SplitPlan:
         return [(split, end) for n, (split, end) in enumerate(ends) if end > (ends[n - 1][1] if n else 0)]
 
 
-def plan_split(documents: int, tokens: int, shares: Shares, seed: int, text: str) -> SplitPlan:
+def plan_split(
+    documents: int, tokens: int, shares: Shares, seed: int, text: str, *, shuffled: bool = False
+) -> SplitPlan:
     """Divide by documents where each wanted split gets one, else by tokens, else raise DataError."""
     counts = allocate(documents, shares)
     if all(count or not share for count, share in zip(counts, shares, strict=True)):
-        return SplitPlan("documents", counts, seed)
+        return SplitPlan("documents", counts, seed, shuffled)
     counts = allocate(tokens, shares)
     if all(count >= MIN_TOKENS or not share for count, share in zip(counts, shares, strict=True)):
-        return SplitPlan("tokens", counts, seed)
+        return SplitPlan("tokens", counts, seed, shuffled)
     smallest = min(share for share in shares if share)
     needed = int(np.ceil(MIN_TOKENS / smallest))
     given = ", ".join(f"{name} {count:,}" for name, count in zip(SPLITS, counts, strict=True))

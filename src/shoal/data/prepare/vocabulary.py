@@ -6,7 +6,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -53,32 +55,41 @@ def fixed_tokenizer(choice: str) -> bytes:
     return read_tokenizer(path)
 
 
+class Corpus(Protocol):
+    """The text that a tokenizer is made of."""
+
+    def sample(self, budget: int) -> Iterator[list[str]]:
+        """Yield batches of main text, about `budget` bytes in all; the same for any cut into ranges."""
+
+    def num_bytes(self) -> int:
+        """Return the size of the main text, exactly where it is smaller than a sample."""
+
+
 def make_vocabulary(
-    options: PrepareOptions, sources: list[SourceFile], form: Format, say: Callable[[str], None]
+    options: PrepareOptions, corpus: Corpus, say: Callable[[str], None]
 ) -> tuple[bytes, dict[str, int]]:
     """Make a tokenizer's file of the main text: a byte-level BPE, its most frequent words, or its characters.
 
     BPE and words come from a bounded sample, characters from all of the text; the same input gives the same
     file. Also returned: for how many bytes of text a BPE's size was chosen, where --vocab-size is left out.
     """
-    seed, limit = options.seed, options.limit
     if options.tokenizer == CHAR:
         say("collecting the characters of the text")
         characters = set[str]()
-        for texts in sample_text(sources, form, seed, limit, budget=sys.maxsize):
+        for texts in corpus.sample(sys.maxsize):
             characters.update(*texts)
         return closed_json(sorted(characters), words=False).encode(), {}
     if options.tokenizer == WORD:
         say("counting the words of the text")
-        return _train_words(sample_text(sources, form, seed, limit), options.vocab_size or MAX_DEFAULT), {}
+        return _train_words(corpus.sample(SAMPLE_BYTES), options.vocab_size or MAX_DEFAULT), {}
     vocab_size, chosen_for = options.vocab_size, dict[str, int]()
     reason = ""
     if vocab_size is None:
-        size = _text_bytes(sources, form, seed, limit)
+        size = corpus.num_bytes()
         vocab_size, chosen_for = default_vocab(size), {"vocab_size_chosen_for_bytes": size}
         reason = f", chosen for {size / 1e6:,.1f} MB of text (--vocab-size sets another number)"
     say(f"training a byte-level BPE with {vocab_size:,} ids{reason}")
-    content = _train_bpe(sample_text(sources, form, seed, limit), vocab_size)
+    content = _train_bpe(corpus.sample(SAMPLE_BYTES), vocab_size)
     found = parse_tokenizer(content, options.tokenizer).vocab_size
     if found < vocab_size:
         say(f"the text gives only {found:,} ids: fewer than {vocab_size:,}")
@@ -89,14 +100,6 @@ def default_vocab(text_bytes: int) -> int:
     """Return the size of a BPE's vocabulary that suits so much text, a power of two."""
     fitting = 1 << (text_bytes // BYTES_PER_ID).bit_length() >> 1
     return min(max(fitting, MIN_DEFAULT), MAX_DEFAULT)
-
-
-def _text_bytes(sources: list[SourceFile], form: Format, seed: int, limit: int | None) -> int:
-    """Measure a main text that is no larger than the sample; take a larger one to have its files' size."""
-    texts = sample_text(sources, form, seed, limit)
-    size = sum(len(text.encode()) for batch in texts for text in batch)
-    whole = size < SAMPLE_BYTES or limit is not None
-    return size if whole else max(size, sum(source.size for source in sources if source.role == "main"))
 
 
 def _train_words(texts: Iterator[list[str]], vocab_size: int) -> bytes:
@@ -130,28 +133,39 @@ def _train_bpe(texts: Iterator[list[str]], vocab_size: int) -> bytes:
     return byte_level_json(model["vocab"], merges, EOD_NAMES[0]).encode()
 
 
-def sample_text(
-    sources: list[SourceFile], form: Format, seed: int, limit: int | None, budget: int = SAMPLE_BYTES
-) -> Iterator[list[str]]:
-    """Yield batches of main text, about `budget` bytes in all, from places spread over the corpus by `seed`.
+@dataclass(frozen=True)
+class SourceText:
+    """The main text as it is in the files."""
 
-    The places are ranges of fixed size, whatever size the work is cut into.
-    """
-    form = Format(form.text_key, form.delim, form.separator, AFTER_WORD)
-    main = [source for source in sources if source.role == "main"]
-    files = dict(enumerate(main))
-    ranges = plan_ranges(main, SAMPLE_RANGE, separator=form.separator, cuttable=True)
-    if limit is not None:
-        ranges = limit_ranges(ranges, files, form, limit)
-    order = np.argsort(permute(np.arange(len(ranges), dtype=np.int64), len(ranges), seed, "sample"))
-    share = max(SAMPLE_RANGE, budget // max(1, len(ranges)))
-    taken = 0
-    for number in order:
-        for texts, size in _texts_up_to(ranges[number], files, form, share):
-            taken += size
-            yield texts
-        if taken >= budget:
-            return
+    sources: list[SourceFile]
+    form: Format
+    seed: int
+    limit: int | None
+
+    def num_bytes(self) -> int:
+        """Measure a text that is no larger than a sample; take a larger one to have its files' size."""
+        size = sum(len(text.encode()) for batch in self.sample(SAMPLE_BYTES) for text in batch)
+        whole = size < SAMPLE_BYTES or self.limit is not None
+        main = (source.size for source in self.sources if source.role == "main")
+        return size if whole else max(size, sum(main))
+
+    def sample(self, budget: int) -> Iterator[list[str]]:
+        """Yield texts from places spread over the files by the seed: ranges of a fixed size."""
+        form = Format(self.form.text_key, self.form.delim, self.form.separator, AFTER_WORD)
+        main = [source for source in self.sources if source.role == "main"]
+        files = dict(enumerate(main))
+        ranges = plan_ranges(main, SAMPLE_RANGE, separator=form.separator, cuttable=True)
+        if self.limit is not None:
+            ranges = limit_ranges(ranges, files, form, self.limit)
+        order = np.argsort(permute(np.arange(len(ranges), dtype=np.int64), len(ranges), self.seed, "sample"))
+        share = max(SAMPLE_RANGE, budget // max(1, len(ranges)))
+        taken = 0
+        for number in order:
+            for texts, size in _texts_up_to(ranges[number], files, form, share):
+                taken += size
+                yield texts
+            if taken >= budget:
+                return
 
 
 def check_fit(content: bytes, where: str, texts: list[str], say: Callable[[str], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shoal.data.boundaries import Boundary
 from shoal.data.indexed import token_dtype
 from shoal.data.prepare.parse import PARSED, Format, Notes, parse_range
 from shoal.data.prepare.sources import SourceFile, WorkRange
@@ -20,21 +19,6 @@ from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.runtime.files import atomic_write, write_json
 
 Stage = Callable[[pa.RecordBatch], pa.RecordBatch]
-
-
-@dataclass(frozen=True)
-class WorkSpec:
-    """What all ranges have in common; plain values, so that any runner can carry it."""
-
-    folder: str  # where finished ranges go
-    tokenizer: str
-    text_key: str
-    delim: str | None
-    separator: str | None
-
-    def form(self, cut: Boundary | None) -> Format:
-        """Return how to read the files."""
-        return Format(self.text_key, self.delim, self.separator, cut)
 
 
 def pack_range(work: WorkRange, sources: list[SourceFile]) -> dict[str, Any]:
@@ -46,12 +30,11 @@ def pack_range(work: WorkRange, sources: list[SourceFile]) -> dict[str, Any]:
 class RangeWorker:
     """Does ranges one after the other; the tokenizer is loaded once."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        """Take the fields of a WorkSpec."""
-        spec = WorkSpec(**values)
-        self._folder = Path(spec.folder)
-        self._tokenizer = load_tokenizer(Path(spec.tokenizer))
-        self._form = spec.form(self._tokenizer.cut)
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """Take `folder`, for finished ranges, `tokenizer`, a file, and `form` (fields of a Format)."""
+        self._folder = Path(spec["folder"])
+        self._tokenizer = load_tokenizer(Path(spec["tokenizer"]))
+        self._form = Format(**spec["form"], cut=self._tokenizer.cut)
         self._stages: list[Stage] = [tokenise_stage(self._tokenizer)]
 
     def run(self, packed: dict[str, Any], check: Callable[[int], None]) -> dict[str, Any]:
