@@ -69,7 +69,7 @@ class Length(StageSettings):
 
 
 def _estimated(texts: Sequence[str]) -> list[int]:
-    """Estimate tokens of GPT-2, which has about 4.4 bytes a token in English and 1.5 in other scripts than Latin."""
+    """Estimate tokens of GPT-2, which has about 4.4 bytes a token in English and 1.5 in other scripts."""
     sizes = [(len(text.encode()), len(text.encode("ascii", "ignore"))) for text in texts]
     return [ascii_bytes // 4 + 2 * (total - ascii_bytes) // 3 for total, ascii_bytes in sizes]
 

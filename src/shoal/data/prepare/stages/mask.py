@@ -19,7 +19,7 @@ _EMAIL = re.compile(
 _IPV4 = re.compile(r"\d(?<![\w.]\d)\d{0,2}(?:\.\d{1,3}){3}(?!\w|\.\w|-[A-Za-z])", re.ASCII)
 _VERSION = re.compile(r"(?:\bv|version|release|\bver\.?)[\s:=\"']*$", re.IGNORECASE)
 _IPV6 = re.compile(r"[23](?<![\w:.][23])[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII)
-_PHONE = re.compile(r"\+(?<![\w+]\+)[1-9]\d{0,2}(?=[ ().-])(?:[ ().-]{1,2}\d{1,5}){2,6}(?!\w)", re.ASCII)
+_PHONE = re.compile(r"\+(?<![\w+]\+)[1-9]\d{0,2}(?=[ ().-])(?:[ ().-]{1,2}\d{1,8}){2,6}(?!\w)", re.ASCII)
 
 
 class Mask(StageSettings):
