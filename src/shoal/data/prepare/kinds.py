@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -25,7 +26,7 @@ BY_NAME = {
 }
 JSON = (".json", ".json.gz", ".json.zst")
 # Files of web pages, where pages are wanted. A web archive is recognised by its first bytes under any name.
-HTML, WARC = (".html", ".htm", ".xhtml"), (".warc", ".warc.gz", ".warc.zst")
+HTML, WARC = (".html", ".htm", ".xhtml"), (".warc", ".warc.gz")
 # Taken from a folder without --ext, with the above and names without a suffix. docs/prepare.md lists them.
 TEXT_SUFFIXES = {
     ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".pyx", ".c", ".h",
@@ -79,7 +80,7 @@ def find_kind(path: Path, text_key: str, *, pages: bool = False) -> str:
         with path.open("rb") as file:
             head = file.read(_LOOK)
             packed = next((ending for magic, ending in _PACKED.items() if head.startswith(magic)), "")
-            if head.startswith(_WARC) or (packed and _is_warc(path, packed)):
+            if _is_warc(head, packed):
                 if pages:
                     return f"warc{packed}"
                 message = f"{path} is a web archive (WARC)"
@@ -117,13 +118,12 @@ def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
     return raw
 
 
-def _is_warc(path: Path, packed: str) -> bool:
-    """Tell whether a compressed file begins with a WARC record (ISO 28500)."""
-    try:
-        with path.open("rb") as raw:
-            return decompressed(raw, packed).read(len(_WARC)) == _WARC
-    except (OSError, EOFError, zlib.error, ValueError):
-        return False
+def _is_warc(head: bytes, packed: str) -> bool:
+    """Tell whether a file begins with a WARC record (ISO 28500), as it is or compressed with gzip."""
+    if packed == ".gz":
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, len(_WARC))
+    return head.startswith(_WARC)
 
 
 def _is_json_lines(raw: BinaryIO, packed: str, text_key: str) -> bool:

@@ -12,6 +12,7 @@ Engine = Callable[[str], dict[str, str]]
 _HEAD = 1 << 16  # characters in which the facts are looked for
 _MAX_TITLE = 300
 _DATES = ("article:published_time", "datepublished", "dc.date.issued", "dcterms.created", "date", "dc.date")
+_BODY = re.compile(r"<body[\s>]", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _LINKED_DATE = re.compile(r'"datePublished"\s*:\s*"(\d{4}-\d\d-\d\d)')  # of schema.org in JSON-LD
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?![a-z])")
@@ -43,18 +44,20 @@ def with_resiliparse(favour: str) -> Engine:
 
 def facts_of(html: str) -> dict[str, str]:
     """Return title, date of publication (YYYY-MM-DD) and language (ISO 639) as the page states them."""
-    from resiliparse.parse.html import HTMLTree
+    from lxml import etree
 
-    tree, named = HTMLTree.parse(html[:_HEAD]), dict[str, str]()
-    for tag in tree.document.query_selector_all("meta[content]"):
-        name = next(filter(None, map(tag.getattr, ("property", "name", "itemprop", "http-equiv"))), "")
-        named.setdefault(name.lower(), tag.getattr("content") or "")
+    body = _BODY.search(html, 0, _HEAD)
+    head = html[: body.start() if body else _HEAD].encode(errors="replace") + b"<body>"
+    root = etree.fromstring(head, etree.HTMLParser(encoding="utf-8"))
+    named: dict[str, str] = {}
+    for tag in root.iter("meta"):
+        name = next(filter(None, map(tag.get, ("property", "name", "itemprop"))), "")
+        named.setdefault(name.lower(), tag.get("content") or "")
     linked = _LINKED_DATE.search(html)
     dates = filter(None, (_DATE.match(named.get(name, "")) for name in _DATES))
+    languages = (_LANGUAGE.match(one.lower()) for one in (root.get("lang") or "", named.get("og:locale", "")))
+    language = next(filter(None, languages), None)
+    title = " ".join((named.get("og:title") or root.findtext(".//title") or "").split())[:_MAX_TITLE]
     date = next((found[0] for found in dates), linked[1] if linked else "")
-    root = tree.document.query_selector("html")
-    stated = ((root.getattr("lang") if root else "") or "", named.get("og:locale", ""))
-    language = next(filter(None, (_LANGUAGE.match(one.lower()) for one in stated)), None)
-    title = " ".join((named.get("og:title") or tree.title or "").split())[:_MAX_TITLE]
     facts = {"title": title, "date": date, "language": language[0] if language else ""}
     return {name: fact for name, fact in facts.items() if fact}

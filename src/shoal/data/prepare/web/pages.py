@@ -54,7 +54,7 @@ def pages_of(path: str, kind: str, notes: Notes | None = None) -> Iterator[Page]
         warc = require("fastwarc.warc")
         wanted = (warc.response, warc.resource, warc.conversion)
         for record in warc.ArchiveIterator(decompressed(raw, kind), parse_http=False, stream_detect=False):
-            if record.headers.get("Content-Length") is None:
+            if not record.headers.get("Content-Length"):
                 raise EOFError(f"the record at byte {record.stream_pos:,} has no length")
             if record.record_type in wanted:
                 yield _bounded(_page(record))
@@ -67,19 +67,25 @@ def decode(body: bytes, charset: str | None) -> str:
 
     An encoding is passed over where more than 5 % of the bytes above 127 are wrong in it.
     """
-    encoding = require("resiliparse.parse.encoding")
     for bom, name in _BOMS.items():
         if body.startswith(bom):
             return body[len(bom) :].decode(name, "replace")
     allowed = _MOST_WRONG * len(body.translate(None, _ASCII))
-    names = [] if body.isascii() else ["utf-8"]
-    names += [encoding.map_encoding_to_html5(charset, False)] if charset else []
-    names += [encoding.detect_encoding(body, from_html_meta=meta) for meta in (True, False)]
-    for name in filter(None, names):
+    for name in filter(None, _encodings(body, charset)):
         text = body.decode(name, "replace")
         if text.count("\ufffd") <= allowed:
             return text
     return body.decode("utf-8", "replace")
+
+
+def _encodings(body: bytes, charset: str | None) -> Iterator[str | None]:
+    """Yield the encodings that a page may have, by Python's names, the most trusted first."""
+    if not body.isascii():
+        yield "utf-8"
+    encoding = require("resiliparse.parse.encoding")
+    yield encoding.map_encoding_to_html5(charset, False) if charset else None
+    yield encoding.detect_encoding(body, from_html_meta=True)
+    yield encoding.detect_encoding(body)
 
 
 def _page(record: Any) -> Page:
