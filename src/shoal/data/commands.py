@@ -23,7 +23,7 @@ from shoal.data.dataset import (
 from shoal.data.examples import ExampleSet, open_examples
 from shoal.data.identity import tokenizer_digest
 from shoal.data.indexed import IndexedReader
-from shoal.data.prepare.splits import SplitPlan
+from shoal.data.prepare.splits import SplitPlan, shuffled_place
 from shoal.data.tokenizer import load_tokenizer, read_tokenizer
 from shoal.errors import EXIT_DONE, EXIT_FAILED, DataError, InputError, ShoalError, counted
 from shoal.runtime.files import read_json, reading, write_json
@@ -202,6 +202,7 @@ def _origin(dataset: Dataset, split: str, number: int) -> str:
     try:
         files = read_json(record, "record of a stage")["files"] if record.is_file() else []
         own = [file for file in files if file["role"] == split]  # given as files of this split
+        number = _before_shuffle(dataset, split, number)
         place = number if own else _place(dataset.manifest["split"], split, number)
         own = own or [file for file in files if file["role"] == "main"]
         for file in own if place is not None else ():
@@ -211,6 +212,15 @@ def _origin(dataset: Dataset, split: str, number: int) -> str:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{record} has a missing or invalid entry: {error}") from error
     return "an unknown file (the record of preparation is missing)"
+
+
+def _before_shuffle(dataset: Dataset, split: str, number: int) -> int:
+    """Return the place that a document of a split had before the split was shuffled."""
+    plan, documents = dataset.manifest["split"], dataset.splits[split].num_documents
+    if not plan.get("shuffled"):
+        return number
+    places = shuffled_place(np.arange(documents, dtype=np.int64), documents, plan["seed"], split)
+    return int(np.flatnonzero(places == number)[0])
 
 
 def _place(plan: Facts, split: str, number: int) -> int | None:

@@ -13,9 +13,8 @@ import pyarrow as pa
 
 from shoal.data.dataset import SPLITS
 from shoal.data.indexed import IndexedReader, IndexedWriter, token_dtype
-from shoal.data.permutation import permute
 from shoal.data.prepare.sources import SourceFile
-from shoal.data.prepare.splits import SplitPlan
+from shoal.data.prepare.splits import SplitPlan, shuffled_place
 from shoal.data.prepare.work import range_paths
 from shoal.runtime.files import atomic_write
 
@@ -72,11 +71,6 @@ def _shuffle(
         path.replace(folder / path.name)
     hidden.rmdir()
     return facts
-
-
-def shuffled_place(places: np.ndarray, number: int, seed: int, split: str) -> np.ndarray:
-    """Return where the documents at some places of a split are after the shuffle; it has `number` in all."""
-    return permute(places, number, seed, f"shuffle {split}")
 
 
 class _DocumentSink:

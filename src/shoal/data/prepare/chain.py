@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,10 @@ class Chain:
     def after_fetch(self) -> list[str]:
         """Return the names of the stages that documents go through, in order."""
         return [name for name in self.stages if name not in BEFORE]
+
+    def resolved(self, say: Callable[[str], None]) -> Chain:
+        """Return the chain with the settings that depend on what this machine has; call it once."""
+        return Chain({name: stage.resolved(say) for name, stage in self.stages.items()})
 
     def files(self) -> list[str]:
         """Return the files and datasets that settings name; another content gives another dataset."""

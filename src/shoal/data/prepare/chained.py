@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from rich.console import Console
 
 from shoal.data.dataset import SPLITS
 from shoal.data.permutation import permute
-from shoal.data.prepare.assemble import shuffled_place
 from shoal.data.prepare.chain import Chain, stage_class
 from shoal.data.prepare.decisions import DECISIONS, TABLE, DecisionsWriter
 from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
@@ -31,7 +31,7 @@ from shoal.data.prepare.passes import DUPLICATE, Samples, SortedRows, TextFiles,
 from shoal.data.prepare.plan import limit_ranges
 from shoal.data.prepare.read import PAGES, READ
 from shoal.data.prepare.sources import SourceFile
-from shoal.data.prepare.splits import SplitPlan
+from shoal.data.prepare.splits import SplitPlan, shuffled_place
 from shoal.data.prepare.stages.decontaminate import Decontaminate
 from shoal.data.prepare.steps import PAGES_DIR, Paths, Ranges, cut_ranges, form_of
 from shoal.data.prepare.vocabulary import SAMPLE_BYTES
@@ -60,7 +60,6 @@ class Chained:
     engine: Engine
     console: Console
     summaries: list[dict[str, Any]] = field(default_factory=list)  # of pass 1
-    seconds: dict[str, float] = field(default_factory=dict)
     fetched: dict[str, dict[str, int]] = field(default_factory=dict)  # counters of links, urls and fetch
 
     @property
@@ -82,12 +81,20 @@ class Chained:
         note = self.paths.work / "duplicates.json"
         return str(read_json(note, "work note")) if note.exists() else None
 
+    @property
+    def _times(self) -> Path:
+        return self.paths.work / "times.json"
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Note how long a step takes in this run."""
+        """Note how many seconds a step takes, over all runs."""
         began = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - began, 1)
+        try:
+            yield
+        finally:
+            known = read_json(self._times, "work note") if self._times.exists() else {}
+            seconds = known.get(name, 0.0) + time.monotonic() - began
+            write_json(self._times, {**known, name: round(seconds, 1)})
 
     def fetch(self) -> None:
         """Fetch the pages of the lists of URLs; they are sources like any others."""
@@ -244,7 +251,7 @@ class Chained:
             samples.add(one["samples"], self.starts[place])
             samples.add(two["samples"], 0)
         write_json(stages / "samples.json", dict(sorted(samples.found.items())))
-        write_json(stages / "times.json", self.seconds)
+        shutil.copyfile(self._times, stages / self._times.name)
         return self._records()
 
     def _fates(self) -> Iterator[tuple[str, pa.RecordBatch]]:

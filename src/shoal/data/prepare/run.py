@@ -61,6 +61,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     console = console or Console(stderr=True)
     started, options = time.monotonic(), penn_treebank(options)
     chain = read_chain(options.stages, options.changes) if options.has_chain else None
+    chain = chain.resolved(console.print) if chain is not None else None
     sources, passed_over = find_sources(options, pages=chain is not None)
     if passed_over:
         console.print(f"passed over in folders: {in_words(passed_over)}")
@@ -273,7 +274,8 @@ def _refuse_bad_input(
     """Raise DataError where there is no text, or too much of it was refused."""
     rejected = sum(s["rejected"] for s in summaries)
     documents = sum(s["documents"] for s in summaries if s["role"] == "main")
-    total = rejected + sum(s["documents"] for s in summaries)
+    others = ("documents", "filtered", "duplicates")
+    total = rejected + sum(summary.get(name, 0) for summary in summaries for name in others)
     if documents and rejected <= options.max_rejected_share * total:
         return
     if not documents and made is not None:

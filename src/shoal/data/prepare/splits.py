@@ -67,3 +67,8 @@ def allocate(total: int, shares: Shares) -> tuple[int, int, int]:
     for n in order[: total - sum(counts)]:
         counts[n] += 1
     return counts[0], counts[1], counts[2]
+
+
+def shuffled_place(places: np.ndarray, number: int, seed: int, split: str) -> np.ndarray:
+    """Return where the documents at some places of a split are after the shuffle; it has `number` in all."""
+    return permute(places, number, seed, f"shuffle {split}")

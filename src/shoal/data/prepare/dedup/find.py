@@ -83,7 +83,7 @@ def find_duplicates(
     decided = _decide(equal, pairs, clusters)
     emptied = np.zeros(0, np.int64)
     if settings.paragraphs:
-        emptied = find_paragraphs(work, numbered, decided["number"], max_memory_bytes, work / PARAGRAPHS_NAME)
+        emptied = find_paragraphs(work, numbered, decided["a"], max_memory_bytes, work / PARAGRAPHS_NAME)
     _write(path, decided, emptied, against)
     for name in ("rows", "groups", "sets"):
         shutil.rmtree(work / name, ignore_errors=True)

@@ -38,6 +38,10 @@ class StageSettings(Section):
 
     name: ClassVar[str]  # of its table in a TOML of stages, and in counters
 
+    def resolved(self, say: Callable[[str], None]) -> StageSettings:
+        """Return settings that every process can follow; `say` what had to be replaced."""
+        return self
+
     def start(self) -> Stage:
         """Return the stage, in the process that will run it."""
         raise NotImplementedError
