@@ -10,6 +10,8 @@ import asyncio
 import functools
 import gzip
 import json
+import os
+import random
 import subprocess
 import sys
 import urllib.request
@@ -108,7 +110,7 @@ class Site:
         send(writer, PAGE.format(rest, rest, "").encode())
 
     async def do_large(self, writer, rest):
-        send(writer, PAGE.format(rest, rest, "<p>word word word.</p>" * 2000).encode())
+        send(writer, PAGE.format(rest, rest, words()).encode())
 
     async def do_later(self, writer, rest):
         """Send a page after a while; count how many are asked for at once."""
@@ -214,6 +216,14 @@ class Site:
 
 
 @functools.cache
+def words() -> str:
+    """Return about 50 kB of text that compresses as text does."""
+    rng = random.Random(1)
+    known = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 9))) for _ in range(3000)]
+    return "".join(f"<p>{' '.join(rng.choices(known, k=80))}.</p>\n" for _ in range(95))
+
+
+@functools.cache
 def bomb() -> bytes:
     packer = zlib.compressobj(1, wbits=31)
     return b"".join(packer.compress(bytes(1 << 20)) for _ in range(256)) + packer.flush()
@@ -230,6 +240,7 @@ async def main() -> None:
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
     server.close()
+    os._exit(0)  # whoever still waits for an answer gets none
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ in the spool, so that whatever a kill or a power cut left behind it is found and
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import uuid
@@ -18,11 +17,11 @@ from typing import Any
 
 import xxhash
 
-from shoal.data.prepare.web.client import Visit
+from shoal.data.prepare.web.client import Visit, labelled
 from shoal.runtime.files import atomic_write
 
 _KEPT_HEADERS = ("Content-Type", "Content-Language", "Last-Modified")
-_LEVEL = 6
+_LEVEL = 4  # of zlib: 60 % of the time of level 6, and 3 % more bytes
 
 
 def manifest_line(visit: Visit) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def manifest_line(visit: Visit) -> dict[str, Any]:
         "seconds": visit.seconds,
         "redirects": visit.redirects,
         "attempts": visit.attempts,
-        "digest": _digest(answer.body) if answer else "",
+        "digest": answer.digest if answer else "",
     }
 
 
@@ -54,28 +53,23 @@ def warc_record(visit: Visit, now: datetime | None = None) -> bytes:
     lines = ["HTTP/1.1 200 OK", *(f"{name}: {' '.join(value.split())}" for name, value in kept if value)]
     lines += [f"Content-Length: {len(answer.body)}", "", ""]
     http = "\r\n".join(lines).encode("utf-8", "replace")
-    digest = _digest(answer.body)
     block = hashlib.sha1(http)
     block.update(answer.body)
     fields = [
         "WARC/1.1",
         "WARC-Type: response",
-        f"WARC-Record-ID: <urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, f'{visit.url} {digest}')}>",
+        f"WARC-Record-ID: <urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, f'{visit.url} {answer.digest}')}>",
         f"WARC-Date: {now or datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         f"WARC-Target-URI: {visit.final_url}",
         f"WARC-Source-URI: {visit.url}",
-        f"WARC-Payload-Digest: {digest}",
-        f"WARC-Block-Digest: sha1:{base64.b32encode(block.digest()).decode()}",
+        f"WARC-Payload-Digest: {answer.digest}",
+        f"WARC-Block-Digest: {labelled(block.digest())}",
         "Content-Type: application/http; msgtype=response",
         f"Content-Length: {len(http) + len(answer.body)}",
     ]
     packer = zlib.compressobj(_LEVEL, wbits=31)
     parts = [packer.compress(part) for part in ("\r\n".join([*fields, "", ""]).encode(), http, answer.body)]
     return b"".join([*parts, packer.compress(b"\r\n\r\n"), packer.flush()])
-
-
-def _digest(body: bytes) -> str:
-    return f"sha1:{base64.b32encode(hashlib.sha1(body).digest()).decode()}"
 
 
 def shard_path(folder: Path, index: int, ending: str) -> Path:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import email.utils
+import functools
+import hashlib
 import itertools
 import socket
 import time
@@ -79,6 +82,16 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return the SHA-1 of the body, as WARC files give it."""
+        return labelled(hashlib.sha1(self.body).digest())
+
+
+def labelled(sha1: bytes) -> str:
+    """Write a SHA-1 digest as WARC files do: labelled, in base 32."""
+    return f"sha1:{base64.b32encode(sha1).decode()}"
 
 
 @dataclass
