@@ -25,7 +25,16 @@ BELOW_TASKS = BASE | FILES | {"models", "data", "scoring"}
 BELOW_TRAIN = BELOW_TASKS | {"runtime", "tasks", "gradsync", "parallel", "checkpoint"}
 CORE = BELOW_TRAIN - {"data", "scoring"} | {"train", "launch"}  # what a plain run needs, beside its data
 FORMULAS = {"plan.link_cost", "plan.sync_cost"}
-BESIDE = CORE | {"data", "scoring", "comm", "strategies", "networks", "networks.description", "worker_pool"}
+BESIDE = CORE | {
+    "data",
+    "scoring",
+    "comm",
+    "strategies",
+    "networks",
+    "networks.description",
+    "worker_pool",
+    "page",
+}
 BESIDE |= FORMULAS
 CHECKS = {"bench", "doctor", "parity", "quickstart"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -33,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(FILES, BASE | FILES),
     "runtime": BASE | FILES,
     "models": BASE,
-    "data": BASE | FILES,
+    "page": BASE,
+    "data": BASE | FILES | {"page"},
     "scoring": BASE | FILES | {"models", "data"},
     "tasks": BELOW_TASKS,
     "gradsync": BASE | FILES | {"runtime"},

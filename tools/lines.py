@@ -38,6 +38,7 @@ ROOMS = (
     Room("interop", ["interop"], 950),
     Room("data", ["data", "scoring"], 1_650, but="data/prepare"),
     Room("prepare", ["data/prepare"], 3_400),
+    Room("page", ["page"], 120),
     Room("infer", ["infer"], 2_000),
     Room("plan", ["plan"], 1_800),
     Room("checks", ["doctor", "parity", "quickstart", "worker_pool"], 2_300),

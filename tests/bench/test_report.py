@@ -32,7 +32,7 @@ def read(tmp_path):
 def told(read, monkeypatch):
     """Return a function that gives the sentences and tables of a record, whose pictures are not drawn."""
     monkeypatch.setattr(sections.pictures, "lines", lambda *_, **__: "")
-    monkeypatch.setattr(sections.pictures, "bars", lambda *_, **__: "")
+    monkeypatch.setattr(sections, "bars", lambda *_, **__: "")
 
     def tell(record):
         blocks = list(SECTIONS[record["name"]](read(record)))

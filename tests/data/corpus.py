@@ -58,3 +58,9 @@ def write(folder: Path, number: int = 400) -> Path:
     stages = STAGES.replace("evaluation.txt", str(folder / "evaluation.txt"))
     (folder / "stages.toml").write_text(stages)
     return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return all files but the times that steps took."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "times.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

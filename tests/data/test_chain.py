@@ -37,12 +37,6 @@ def run(prepare, corpus):
     return call
 
 
-def content(folder):
-    """Return all files but the times that steps took."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "times.json"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def table_of(dataset):
     return pq.read_table(dataset.path / "stages/documents.parquet").to_pylist()
 
@@ -119,7 +113,7 @@ def test_the_bytes_do_not_depend_on_the_ranges(run, tmp_path, range_bytes, token
     size = {"vocab_size": 400} if tokenizer == "bpe" else {}
     whole = run(output=tmp_path / "whole", tokenizer=tokenizer, range_bytes=300_000, **size)[0]
     other = run(output=tmp_path / "other", tokenizer=tokenizer, range_bytes=range_bytes, **size)[0]
-    assert content(other.path) == content(whole.path)
+    assert planted.content(other.path) == planted.content(whole.path)
 
 
 def test_files_for_other_splits_go_through_the_chain_too(run, corpus, tmp_path):

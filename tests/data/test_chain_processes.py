@@ -16,7 +16,6 @@ from shoal.data.prepare import run
 from shoal.data.prepare.options import PrepareOptions
 from tests.data import corpus as planted
 from tests.data.ray_cluster import two_nodes
-from tests.data.test_chain import content
 from tests.data.web_server import serving
 
 DRIVER = """
@@ -44,7 +43,7 @@ def whole(corpus, tmp_path_factory):
     """The dataset of an undisturbed run, as {name: bytes}."""
     path = tmp_path_factory.mktemp("whole") / "dataset"
     run.prepare(options(corpus, path, workers=1, range_bytes=300_000), Console(quiet=True))
-    return content(path)
+    return planted.content(path)
 
 
 def start(corpus, output):
@@ -61,7 +60,7 @@ def start(corpus, output):
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_path):
     run.prepare(options(corpus, tmp_path / "d", workers=3, range_bytes=30_000), Console(quiet=True))
-    assert content(tmp_path / "d") == whole
+    assert planted.content(tmp_path / "d") == whole
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(50, marks=[pytest.mark.proof, pytest.mark.timeout(1800)])])
@@ -76,12 +75,12 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
             killed += 1
         process.communicate()
         if (output / "manifest.json").exists():
-            assert content(output) == whole
+            assert planted.content(output) == whole
             output = tmp_path / f"d{killed}"
     process = start(corpus, output)
     printed = process.communicate(timeout=240)[0]
     assert process.returncode == 0, printed
-    assert content(output) == whole
+    assert planted.content(output) == whole
     assert killed > kills / 3
 
 
@@ -89,22 +88,32 @@ def test_a_ray_cluster_of_two_nodes_makes_the_same_dataset(corpus, whole, tmp_pa
     with two_nodes():
         made = options(corpus, tmp_path / "d", runner="ray", range_bytes=60_000)
         run.prepare(made, Console(quiet=True))
-    assert content(tmp_path / "d") == whole
+    assert planted.content(tmp_path / "d") == whole
 
 
 def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):
     """Pages from a real server on loopback, which has to be allowed."""
     (tmp_path / "stages.toml").write_text(
-        '[fetch]\nallow_private = true\ndelay_s = 0\n[extract]\n[length]\ntokenizer = "estimate"\nmin_tokens = 5\n[dedup]\n'
+        '[fetch]\nallow_private = true\ndelay = 0\n[extract]\n[length]\ntokenizer = "bytes"\nmin_tokens = 5\n'
     )
     with serving() as server:
-        urls = [server.url(f"/page/{n}") for n in range(60)] + [server.url("/missing"), server.url("/binary")]
+        urls = [server.url(f"/large/{n}") for n in range(60)] + [
+            server.url("/missing"),
+            server.url("/binary"),
+        ]
         (tmp_path / "urls.txt").write_text("\n".join(urls))
-        arguments = ["--urls", tmp_path / "urls.txt", "--stages", tmp_path / "stages.toml", "--split", "8,1,1"]
+        arguments = [
+            "--urls",
+            tmp_path / "urls.txt",
+            "--stages",
+            tmp_path / "stages.toml",
+            "--split",
+            "8,1,1",
+        ]
         arguments += ["--tokenizer", "bytes", "--output", tmp_path / "d"]
         command = [sys.executable, "-m", "shoal", "prepare", *map(str, arguments)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        while process.poll() is None and not server.requests()["/page/5"]:
+        while process.poll() is None and not server.requests()["/large/5"]:
             time.sleep(0.01)
         process.kill()
         process.communicate()

@@ -19,8 +19,8 @@ from shoal.cli.app import app
 from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
+from tests.data.ray_cluster import ROOT, two_nodes
 
-ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import json, sys
 from pathlib import Path
@@ -206,19 +206,8 @@ def test_a_worker_that_ends_by_itself_is_told_in_its_own_words(tmp_path, monkeyp
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray cluster of two nodes on this machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        import ray
-        from ray.cluster_utils import Cluster
-
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        made.add_node(num_cpus=1)
-        patch.setenv("RAY_ADDRESS", made.address)
-        yield made
-        ray.shutdown()
-        made.shutdown()
+    with two_nodes():
+        yield
 
 
 def test_a_ray_cluster_of_two_nodes_makes_the_same_dataset(cluster, corpus, whole, tmp_path):

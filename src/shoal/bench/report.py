@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from shoal.bench.read_records import CeilingsRecord, NetworksRecord, Record, load
-from shoal.bench.sections import SECTIONS, Block, answer, shares
+from shoal.bench.sections import SECTIONS, answer, shares
 from shoal.errors import InputError
+from shoal.page.render import Block, render
 from shoal.runtime.files import check_targets, write_text
 
 _MOST_RECORDS = 20
@@ -44,25 +44,8 @@ def best_here(records: Sequence[Record]) -> str:
     return answer([row for record in records if isinstance(record, NetworksRecord) for row in record.rows])
 
 
-def check_packages() -> None:
-    """Raise an InputError where a report cannot be made."""
-    lacking = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise InputError(f"a report needs {' and '.join(lacking)}", hint="pip install 'shoal[report]'")
-
-
 def page(records: Sequence[Record], notes: Sequence[str] = ()) -> str:
     """Return the page: the answer, notes, and a section for each record, with nothing from elsewhere."""
-    check_packages()
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     machine = next((record for record in records if isinstance(record, CeilingsRecord)), None)
 
     def blocks(record: Record) -> Iterator[Block]:
@@ -79,8 +62,8 @@ def page(records: Sequence[Record], notes: Sequence[str] = ()) -> str:
         }
         for record in records
     ]
-    return environment.get_template("report.html").render(
-        answer=best_here(records), notes=notes, sections=sections
+    return render(
+        Path(__file__).with_name("report.html"), answer=best_here(records), notes=notes, sections=sections
     )
 
 

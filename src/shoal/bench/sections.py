@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from shoal.bench import pictures
@@ -28,6 +28,8 @@ from shoal.bench.read_records import (
 )
 from shoal.bench.sizes import in_words
 from shoal.errors import counted
+from shoal.page.pictures import bars
+from shoal.page.render import Block, Picture, Table
 
 _ENOUGH = 0.95  # the fewest threads with this part of the best speed are the knee
 _CLOSE = 0.01  # relative; losses that differ by less do not differ
@@ -36,28 +38,6 @@ _UNREPEATED = 0.1  # relative; times without a spread that differ by less do not
 _AXES = tuple(name for name in ("batch", "threads", "workers") if name in {one.name for one in fields(Cell)})
 _UNITS = {"batch": "batch size (samples)", "threads": "threads", "workers": "workers"}
 _BASES = ("pytorch default", "allreduce", "backend")  # what others are compared with
-
-
-@dataclass(frozen=True)
-class Table:
-    """A cell may have a remark on a second line; one that begins with * is the best of its row."""
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture, below the sentence that it shows."""
-
-    sentence: str
-    data: str
-    caption: str
-
-
-Block = Table | Picture
 
 
 def grouped(rows: Sequence[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -302,7 +282,7 @@ def _exchange(where: str, rows: Sequence[GradsyncRow]) -> Picture:
     busy = [_median(row) - wait for row, wait in zip(rows, waiting, strict=True)]
     notes = [f"{_megabytes(row)} MB" for row in rows]
     parts: dict[str, Sequence[float]] = {"computing": busy, "waiting for others": waiting}
-    picture = pictures.bars([row.label for row in rows], parts, notes, "seconds a mini-batch")
+    picture = bars([row.label for row in rows], parts, notes, "seconds a mini-batch")
     return Picture(sentence, picture, f"{where}. MB: sent by a worker a step; ~ by formula, ? not counted.")
 
 
@@ -396,7 +376,7 @@ def products(record: ProductsRecord) -> Iterator[Block]:
             sentence = f"{timed[0].way} takes the least time for {group}: {ms[0]:.3g} ms"
             sentence += f", {timed[-1].way} {ms[-1] / ms[0]:.3g} times as long" * (len(ms) > 1)
             notes = [f"{row.flop / time / 1e6:.3g} GFLOP/s" for row, time in zip(timed, ms, strict=True)]
-            picture = pictures.bars([row.way for row in timed], {"ms": ms}, notes, "ms")
+            picture = bars([row.way for row in timed], {"ms": ms}, notes, "ms")
             yield Picture(f"{sentence}.", picture, f"{group}, medians. GFLOP/s of the direct formula.")
     lines = [[row.group, row.way, row.reason] for row in record.rows if row.reason]
     if lines:
@@ -413,7 +393,7 @@ def layouts(record: LayoutsRecord) -> Iterator[Block]:
             name: [max(0, one[name]) for one in times] for name in times[0] if name in SHOWN_PHASES
         }
         notes = [f"{row.peak_bytes / 1e6:,.0f} MB" for row in rows]
-        picture = pictures.bars([row.layout for row in rows], phases, notes, "ms a step")
+        picture = bars([row.layout for row in rows], phases, notes, "ms a step")
         sentence = f"{rows[best].layout} has the shortest mean step: {times[best]['step']:.3g} ms."
         yield Picture(sentence, picture, "Phases of rank 0. MB: peak memory of the rank that needs most.")
         texts = [row.texts(rows[0], record.options) for row in rows]

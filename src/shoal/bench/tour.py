@@ -25,6 +25,7 @@ from shoal.bench.environments import FRAMEWORKS, python_of
 from shoal.bench.networks import MODES, Cell
 from shoal.bench.read_records import load
 from shoal.errors import InputError, counted
+from shoal.page.render import check_packages
 from shoal.runtime.device import physical_cores
 from shoal.runtime.files import alone_in, write_text
 
@@ -106,7 +107,7 @@ def command(folder: Path, minutes: float) -> int:
         raise InputError(
             f"--minutes {minutes:g} is too short or too long", hint="use 1 or more, such as --minutes 10"
         )
-    report.check_packages()
+    check_packages()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

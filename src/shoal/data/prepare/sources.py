@@ -163,8 +163,8 @@ class _Search:
 
 def penn_treebank(options: PrepareOptions) -> PrepareOptions:
     """Take the splits of a folder that holds ptb.train.txt from its files, where they are not given."""
-    folder = Path(options.inputs[0])
-    if len(options.inputs) > 1 or not (folder / "ptb.train.txt").is_file():
+    folder = Path(*options.inputs[:1])
+    if len(options.inputs) != 1 or not (folder / "ptb.train.txt").is_file():
         return options
     train, valid, test = (folder / f"ptb.{name}.txt" for name in ("train", "valid", "test"))
     return replace(
