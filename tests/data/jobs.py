@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -30,3 +31,16 @@ class Where:
         time.sleep(0.2)
         node = ray.get_runtime_context().get_node_id()
         return {"value": item["value"] * self._factor, "node": node}
+
+
+class Who:
+    """A job that tells the process that did it."""
+
+    def __init__(self, spec):
+        pass
+
+    def run(self, item, check):
+        if item.get("fail"):
+            raise DataError("this one fails")
+        time.sleep(0.1)  # so that both processes get some
+        return {"pid": os.getpid()}

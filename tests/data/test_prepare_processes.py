@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.app import app
-from shoal.data.prepare import engine, run
+from shoal.data.prepare import engine, run, steps
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
 from tests.data.ray_cluster import ROOT, two_nodes
@@ -25,8 +25,8 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from shoal.cli.app import main
-from shoal.data.prepare import engine, run
-run.range_size = lambda sources: 30_000
+from shoal.data.prepare import engine, run, steps
+steps.range_size = lambda sources: 30_000
 sys.argv = ["shoal", "prepare", *json.loads(sys.argv[1])]
 main()
 """
@@ -194,11 +194,29 @@ def test_help_teaches_with_examples(capsys):
     assert "--max-rejected-share" in printed
 
 
+def run_all(opened, job, items):
+    with opened:
+        return list(opened.run(job, items))
+
+
+def test_the_same_processes_do_one_job_after_the_other_and_end_with_the_context(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    job = engine.Job("tests.data.jobs:Who", {})
+    with engine.Engine(tmp_path, 2) as opened:
+        first, second = ({one["pid"] for one in opened.run(job, [{}] * 6) if "pid" in one} for _ in range(2))
+        assert first == second
+        with pytest.raises(DataError, match="this one fails"):
+            list(opened.run(job, [{}, {"fail": True}, {}]))
+        assert not first & {one["pid"] for one in opened.run(job, [{}] * 2) if "pid" in one}
+        last = opened._processes[0]._process.pid
+    assert not Path(f"/proc/{last}").exists()
+
+
 def test_a_worker_that_ends_by_itself_is_told_in_its_own_words(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     job = engine.Job("tests.data.jobs:Broken", {})
     with pytest.raises(ShoalError, match="a worker process failed; what was done is kept:\nthis library is"):
-        list(engine.Engine(tmp_path, 1).run(job, [{}]))
+        run_all(engine.Engine(tmp_path, 1), job, [{}])
 
 
 # --- Ray ---
@@ -218,11 +236,11 @@ def test_a_ray_cluster_of_two_nodes_makes_the_same_dataset(cluster, corpus, whol
 
 def test_both_nodes_of_a_cluster_work_and_an_error_is_the_callers(cluster, tmp_path):
     job = engine.Job("tests.data.jobs:Where", {"factor": 3})
-    found = list(engine.Engine(tmp_path, 1, "ray").run(job, [{"value": n} for n in range(8)]))
+    found = run_all(engine.Engine(tmp_path, 1, "ray"), job, [{"value": n} for n in range(8)])
     assert sorted(one["value"] for one in found) == [3 * n for n in range(8)]
     assert len({one["node"] for one in found}) == 2
     with pytest.raises(DataError, match="a negative value"):
-        list(engine.Engine(tmp_path, 1, "ray").run(job, [{"value": -1}]))
+        run_all(engine.Engine(tmp_path, 1, "ray"), job, [{"value": -1}])
 
 
 def test_no_cluster_is_a_sentence(corpus, tmp_path):
@@ -249,6 +267,6 @@ def test_usage_reporting_of_ray_is_off_before_its_import(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ShoalError, match="--runner ray needs Ray") as error:
-        list(engine.Engine(tmp_path, 1, "ray").run(engine.Job("a:b", {}), [{}]))
+        run_all(engine.Engine(tmp_path, 1, "ray"), engine.Job("a:b", {}), [{}])
     assert error.value.hint == "pip install 'shoal[ray]'"
     assert (tmp_path / "seen").read_text() == "0"

@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 import pytest
 
 from shoal.data.prepare.decisions import Decisions
-from shoal.data.prepare.report import Samples, _Totals, report_page, write_report
+from shoal.data.prepare.report import _Totals, report_page, write_report
+from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.stages.documents import dropped
 from tests.data.documents import batch_of, dataset_of, decided
 

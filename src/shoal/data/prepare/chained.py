@@ -27,9 +27,11 @@ from shoal.data.prepare.dedup.settings import DedupSettings
 from shoal.data.prepare.engine import Engine, Job
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format
-from shoal.data.prepare.passes import DUPLICATE, Samples, SortedRows, TextFiles, fates_path
+from shoal.data.prepare.passes import DUPLICATE, SortedRows, TextFiles, fates_path
 from shoal.data.prepare.plan import limit_ranges
 from shoal.data.prepare.read import PAGES, READ
+from shoal.data.prepare.report import write_report
+from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.sources import SourceFile
 from shoal.data.prepare.splits import SplitPlan, shuffled_place
 from shoal.data.prepare.stages.decontaminate import Decontaminate
@@ -43,6 +45,7 @@ from shoal.data.prepare.work import pack_range, range_paths
 from shoal.errors import DataError, counted
 from shoal.runtime.files import read_json, write_json
 
+SAMPLES = "samples.json"
 _WORKERS = "shoal.data.prepare.passes"
 _BLOCK = 512  # documents of which a sample takes its texts together
 _MANY = 0.9  # share of documents from which on a stage that drops them is reported
@@ -248,9 +251,9 @@ class Chained:
                 table.add(places.add(batch, role))
         samples = Samples()
         for place, (one, two) in enumerate(zip(self.summaries, summaries, strict=True)):
-            samples.add(one["samples"], self.starts[place])
-            samples.add(two["samples"], 0)
-        write_json(stages / "samples.json", dict(sorted(samples.found.items())))
+            samples.merge(one["samples"], self.starts[place])
+            samples.merge(two["samples"])
+        write_json(stages / SAMPLES, dict(sorted(samples.found.items())))
         shutil.copyfile(self._times, stages / self._times.name)
         return self._records()
 
@@ -284,6 +287,12 @@ class Chained:
 
     def _settings(self, name: str) -> dict[str, Any]:
         return self.chain.or_default(stage_class(name)).model_dump(mode="json")
+
+    def report(self, manifest: dict[str, Any]) -> None:
+        """Write the page about what became of the documents, where the packages for it are installed."""
+        samples = read_json(self.paths.final / "stages" / SAMPLES, "samples")
+        if missing := write_report(self.paths.final, str(self.options.output), manifest, samples):
+            self.console.print(missing)
 
     def refuse_nothing_left(self) -> None:
         """Raise a DataError that names the stage that dropped most."""

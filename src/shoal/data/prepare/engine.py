@@ -62,13 +62,22 @@ class Job:
 Results = Generator[dict[str, Any], None, None]
 
 
-@dataclass(frozen=True)
 class Engine:
-    """Where jobs run: `workers` processes here, with a log in `folder`, or a Ray cluster."""
+    """Where jobs run: `workers` processes here, with a log in `folder`, or a Ray cluster.
 
-    folder: Path
-    workers: int
-    runner: str = LOCAL
+    The processes are started when first needed, and stay for the next job until the context ends.
+    """
+
+    def __init__(self, folder: Path, workers: int, runner: str = LOCAL) -> None:
+        self._folder, self._workers, self._runner = folder, workers, runner
+        self._processes: list[_Process] = []
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._processes:
+            self._processes.pop().end()
 
     def run(self, job: Job, items: Sequence[dict[str, Any]]) -> Results:
         """Yield the result of each item, in any order. A worker's ShoalError is raised here.
@@ -78,7 +87,7 @@ class Engine:
         """
         if not items:
             return
-        found = _over_ray(job, items) if self.runner == RAY else self._here(job, items)
+        found = _over_ray(job, items) if self._runner == RAY else self._here(job, items)
         with contextlib.closing(found):
             for result in found:
                 if "error" in result:
@@ -86,27 +95,37 @@ class Engine:
                 yield result
 
     def _here(self, job: Job, items: Sequence[dict[str, Any]]) -> Results:
-        waiting = deque(items)
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context((self.folder / _LOG_NAME).open("wb"))
-            ready = stack.enter_context(selectors.DefaultSelector())
-            for _ in range(min(self.workers, len(items))):
-                worker = stack.enter_context(_Process(job, log))
-                ready.register(worker.results, selectors.EVENT_READ, worker)
+        waiting, number = deque(items), min(self._workers, len(items))
+        while len(self._processes) < number:
+            self._processes.append(_Process(self._folder / _LOG_NAME))
+        try:
+            with selectors.DefaultSelector() as ready:
+                for worker in self._processes[:number]:
+                    ready.register(worker.results, selectors.EVENT_READ, worker)
+                    worker.send({"job": [job.worker, job.spec]})
+                    worker.send(waiting.popleft())
+                while ready.get_map():
+                    for key, _ in ready.select(_POLL_S):
+                        yield from self._heard(key, waiting, ready)
+                    yield {"partial_bytes": sum(key.data.partial_bytes for key in ready.get_map().values())}
+        except BaseException:  # the caller's stop, too: what is in work is not wanted any more
+            self.__exit__()
+            raise
+
+    def _heard(
+        self, key: selectors.SelectorKey, waiting: deque[dict[str, Any]], ready: selectors.BaseSelector
+    ) -> Results:
+        """Yield the results that a worker has sent; give it the next item."""
+        worker: _Process = key.data
+        for message in worker.receive():
+            worker.partial_bytes = message.get("partial_bytes", 0)
+            if "partial_bytes" in message:
+                continue
+            yield message
+            if waiting:
                 worker.send(waiting.popleft())
-            while ready.get_map():
-                for key, _ in ready.select(_POLL_S):
-                    worker = key.data
-                    for message in worker.receive(self.folder):
-                        worker.partial_bytes = message.get("partial_bytes", 0)
-                        if "partial_bytes" in message:
-                            continue
-                        yield message
-                        if waiting:
-                            worker.send(waiting.popleft())
-                        else:
-                            ready.unregister(worker.results)
-                yield {"partial_bytes": sum(key.data.partial_bytes for key in ready.get_map().values())}
+            else:
+                ready.unregister(worker.results)
 
 
 def usable_cores() -> int:
@@ -115,26 +134,24 @@ def usable_cores() -> int:
 
 
 class _Process:
-    """One worker process. It reads items as JSON lines, and leaves when this end of the pipe is closed."""
+    """One worker process. It reads jobs and items as JSON lines, and leaves when this end is closed."""
 
-    def __init__(self, job: Job, log: Any) -> None:
+    def __init__(self, log: Path) -> None:
         self.results, writer = os.pipe()
-        self.partial_bytes, self._buffer = 0, b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _WORKER, str(writer)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[writer],
-            start_new_session=True,  # Ctrl-C reaches the whole group; the caller decides
-        )
+        self.partial_bytes, self._buffer, self._log = 0, b"", log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _WORKER, str(writer), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                pass_fds=[writer],
+                start_new_session=True,  # Ctrl-C reaches the whole group; the caller decides
+            )
         os.close(writer)
-        self.send({"job": [job.worker, job.spec], "parent": os.getpid()})
 
-    def __enter__(self) -> _Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         os.close(self.results)
@@ -147,7 +164,7 @@ class _Process:
             stdin.write(json.dumps(item).encode() + b"\n")
             stdin.flush()
 
-    def receive(self, folder: Path) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, Any]]:
         """Return the messages that are there; where none can come any more, say how the process ended."""
         if data := os.read(self.results, 1 << 16):
             *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -157,17 +174,15 @@ class _Process:
                 "a worker process died, often for lack of memory; what was done is kept",
                 hint="run the same command again to continue, with fewer --workers where memory is short",
             )
-        words = (folder / _LOG_NAME).read_bytes()[-_LOG_TAIL:].decode(errors="replace")
+        words = self._log.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
         raise ShoalError(f"a worker process failed; what was done is kept:\n{words}")
 
 
 def serve() -> None:
-    """Be a worker: read the job and then items from standard input; write to the pipe that argv names."""
+    """Be a worker: read jobs and items from standard input; write results to the pipe that argv names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
-    first = json.loads(sys.stdin.buffer.readline())
-    job, parent = Job(*first["job"]), first["parent"]
-    told = 0.0
+    parent, told = int(sys.argv[2]), 0.0
 
     def check(num_bytes: int) -> None:
         nonlocal told
@@ -179,7 +194,11 @@ def serve() -> None:
 
     with os.fdopen(int(sys.argv[1]), "wb") as results, contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
-            _tell(results, _do(job, json.loads(line), check))
+            message = json.loads(line)
+            if "job" in message:
+                job = Job(*message["job"])
+            else:
+                _tell(results, _do(job, message, check))
 
 
 def _tell(results: Any, message: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from shoal.data.prepare.dedup.ranges import RangeFiles
 from shoal.data.prepare.dedup.settings import DedupSettings
 from shoal.data.prepare.parse import PARSED, Format, Notes
 from shoal.data.prepare.read import READ, document_batches
+from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.sources import SourceFile, WorkRange
 from shoal.data.prepare.stages.decontaminate import Decontaminate
 from shoal.data.prepare.stages.documents import DOCUMENTS, dropped, facts_of, with_columns
@@ -130,35 +131,11 @@ class TextWorker:
         for run_stage in (*self._stages, without_empty):
             check()
             before, batch = batch, run_stage(batch)
-            samples.add_dropped(before, batch, first)
+            samples.take(before, batch, first)
             kept = batch.column("stage").is_null().to_numpy(zero_copy_only=False)
             chars = np.where(kept, _lengths(batch), chars)
         columns = [batch.column(name) for name in TEXTS.names[:-1]]
         return pa.RecordBatch.from_arrays([*columns, pa.array(chars)], schema=TEXTS)
-
-
-class Samples:
-    """The first few documents that were dropped, for each stage and reason."""
-
-    MOST, CHARS = 3, 300
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[list[Any]]] = {}  # "stage: reason" -> [row, beginning of the text]
-
-    def add_dropped(self, before: pa.RecordBatch, after: pa.RecordBatch, first: int) -> None:
-        """Add what one stage dropped of a batch whose first document has the number `first`."""
-        gone = pc.and_(before.column("stage").is_null(), after.column("stage").is_valid())
-        for row in np.flatnonzero(gone.to_numpy(zero_copy_only=False)).tolist():
-            key = f"{after.column('stage')[row]}: {after.column('reason')[row]}"
-            if len(found := self.found.setdefault(key, [])) < self.MOST:
-                text = before.column("text")[row].as_py() or ""
-                found.append([first + row, text[: self.CHARS]])
-
-    def add(self, others: dict[str, list[list[Any]]], first: int) -> None:
-        """Add those of a range, whose first document has the number `first`."""
-        for key, rows in others.items():
-            found = [*self.found.get(key, []), *([first + row, text] for row, text in rows)]
-            self.found[key] = sorted(found)[: self.MOST]
 
 
 class TokenWorker:
@@ -215,7 +192,7 @@ class TokenWorker:
                 columns["text"][row], columns["detail"][row] = None, _old_twin(fact["twin"], self._old)
                 columns["stage"][row], columns["reason"][row] = fact["stage"], fact["reason"]
             batch = with_columns(batch, columns)
-            samples.add_dropped(before, batch, first)
+            samples.take(before, batch, first)
         cuts = self._paragraphs.between(first, first + len(batch))
         if len(cuts):
             texts = batch.column("text").to_pylist()
@@ -225,7 +202,7 @@ class TokenWorker:
             batch = with_columns(batch, {"text": texts})
         if self._decontaminate is not None:
             before, batch = batch, self._decontaminate(batch)
-            samples.add_dropped(before, batch, first)
+            samples.take(before, batch, first)
         return without_empty(batch)
 
 

@@ -27,7 +27,7 @@ from shoal.data.prepare.plan import limit_ranges
 from shoal.data.prepare.progress import summary_table
 from shoal.data.prepare.sources import SourceFile, find_sources, in_words, penn_treebank, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
-from shoal.data.prepare.steps import PAGES_DIR, Paths, Ranges, cut_ranges, form_of
+from shoal.data.prepare.steps import PAGES_DIR, REPORT, Paths, Ranges, cut_ranges, form_of
 from shoal.data.prepare.vocabulary import (
     FIT_BYTES,
     SAMPLE_BYTES,
@@ -70,22 +70,22 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
         return _already_made(options.output, inputs, console)
     with _locked(options.output), _stop_on_signals():
         paths = _work_folder(options, inputs, console)
-        engine = Engine(paths.work, options.workers or usable_cores(), options.runner)
         refuse_wrong_keys(sources, Format(**form_of(options), cut=None))
-        made = None
-        if chain is not None:
-            from shoal.data.prepare.chained import Chained
+        with Engine(paths.work, options.workers or usable_cores(), options.runner) as engine:
+            if chain is None:
+                made = None
+                text = SourceText(sources, Format(**form_of(options), cut=None), options.seed, options.limit)
+                tokenizer_path = _make_tokenizer(options, text, paths, console)
+                summaries = _tokenise(options, sources, paths, engine, tokenizer_path, console)
+            else:
+                from shoal.data.prepare.chained import Chained
 
-            made = Chained(chain, options, sources, paths, engine, console)
-            made.fetch()
-            made.read()
-            made.find_duplicates()
-            tokenizer_path = _make_tokenizer(options, made, paths, console)
-            summaries = made.tokenise(tokenizer_path)
-        else:
-            text = SourceText(sources, Format(**form_of(options), cut=None), options.seed, options.limit)
-            tokenizer_path = _make_tokenizer(options, text, paths, console)
-            summaries = _tokenise(options, sources, paths, engine, tokenizer_path, console)
+                made = Chained(chain, options, sources, paths, engine, console)
+                made.fetch()
+                made.read()
+                made.find_duplicates()
+                tokenizer_path = _make_tokenizer(options, made, paths, console)
+                summaries = made.tokenise(tokenizer_path)
         dataset = _finish(options, inputs, sources, paths, tokenizer_path, summaries, made, console)
     console.print(summary_table(dataset.manifest, str(options.output), time.monotonic() - started))
     return dataset
@@ -120,7 +120,17 @@ def _already_made(output: Path, inputs: dict[str, Any], console: Console) -> Dat
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the folder for this process alone; refuse one that holds other people's files."""
-    ours = {CACHE, WORK_DIR, REJECTS_DIR, STAGES_DIR, PAGES_DIR, JSON_NAME, MODEL_NAME, *_token_files()}
+    ours = {
+        CACHE,
+        WORK_DIR,
+        REJECTS_DIR,
+        STAGES_DIR,
+        PAGES_DIR,
+        REPORT,
+        JSON_NAME,
+        MODEL_NAME,
+        *_token_files(),
+    }
     try:
         output.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in output.iterdir() if path.name not in ours)
@@ -264,6 +274,8 @@ def _finish(
         stages["tokenise"]["settings"] |= read_json(paths.vocabulary_note, "work note")
     for name, record in stages.items():
         write_json(paths.final / STAGES_DIR / f"{name}.json", record)
+    if made is not None:
+        made.report(manifest)
     _publish(paths, manifest)
     return open_dataset(options.output)
 
@@ -312,7 +324,7 @@ def _plan_split(options: PrepareOptions, summaries: list[dict[str, Any]], consol
 
 def _publish(paths: Paths, manifest: dict[str, Any]) -> None:
     """Give everything its final name, the manifest last. Signals wait for these few renames."""
-    names = [STAGES_DIR, REJECTS_DIR, JSON_NAME, MODEL_NAME, *_token_files()]
+    names = [STAGES_DIR, REJECTS_DIR, REPORT, JSON_NAME, MODEL_NAME, *_token_files()]
     held = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         for name in names:
