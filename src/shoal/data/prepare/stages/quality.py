@@ -34,9 +34,7 @@ _LETTERS = re.compile(r"[^\W\d_]+")
 _WORDS_WITH_LETTERS = re.compile(r"[^\W\d_]\S*")
 _BULLETS = tuple("•‣◦▪▸●○■-*·")
 _ELLIPSES = ("...", "…")
-_JAVASCRIPT = re.compile(
-    r"(?=.*javascript)(?=.*\b(?:enabl|disabl|activat|requir|support|browser|turn(?:ed)? o))"
-)
+_ASKS = re.compile(r"\b(?:enabl|disabl|activat|requir|support|browser|turn(?:ed)? o)")
 _POLICY = re.compile("terms of use|privacy policy|cookie policy|uses? cookies|use of cookies")
 _FUNCTION_WORDS = {  # those of English are Gopher's
     "en": "the be to of and that have with",
@@ -310,16 +308,16 @@ def judge(text: str, limits: Quality, language: str = "") -> Reason:
 def without_notices(text: str, limits: Quality) -> tuple[str, int]:
     """Remove the lines that ask for JavaScript, or point to policies; return also their number."""
     lower = text.lower()
-    patterns = [(_JAVASCRIPT, limits.javascript_line_words)] if "javascript" in lower else []
-    if any(word in lower for word in ("cookie", "policy", "terms of use")):
-        patterns.append((_POLICY, limits.policy_line_words))
-    if not patterns:
+    if not any(word in lower for word in ("javascript", "cookie", "policy", "terms of use")):
         return text, 0
     lines = text.split("\n")
-    kept = [line for line in lines if not _is_notice(line, patterns)]
+    kept = [line for line in lines if not _is_notice(line.lower(), limits)]
     return "\n".join(kept), len(lines) - len(kept)
 
 
-def _is_notice(line: str, patterns: list[tuple[re.Pattern[str], int]]) -> bool:
-    lower = line.lower()
-    return any(p.search(lower) and len(line.split()) <= words for p, words in patterns)
+def _is_notice(line: str, limits: Quality) -> bool:
+    asks = "javascript" in line and _ASKS.search(line) is not None
+    bound = limits.javascript_line_words * asks
+    if _POLICY.search(line):
+        bound = max(bound, limits.policy_line_words)
+    return bound > 0 and len(line.split(None, bound)) <= bound

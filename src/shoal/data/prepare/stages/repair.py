@@ -12,6 +12,7 @@ from shoal.data.prepare.stages.documents import Stage, StageSettings, require, w
 # single-byte encoding, and NFC changes none. A line of them alone is as it should be.
 _SOUND = "\t\f -~–—‘’“”…\u3001-\u3098\u309b-\ud7a3\uff01-\uff60\U0001f300-\U0001faff"
 _SUSPECT_LINE = re.compile(f"^[{_SOUND}]*+[^\n{_SOUND}].*\n?", re.MULTILINE)
+_SEGMENT_CHARS = 20_000  # of a line are repaired at once: bounds time
 _LINE_ENDS = re.compile(r"\r\n?")
 
 
@@ -36,6 +37,7 @@ class Repair(StageSettings):
             fix_latin_ligatures=False,
             fix_character_width=False,
             uncurl_quotes=False,
+            max_decode_length=_SEGMENT_CHARS,
             explain=False,
         )
 

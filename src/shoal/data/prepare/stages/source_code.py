@@ -38,8 +38,8 @@ def is_source_code(text: str) -> bool:
     At most 6,000 characters are looked at: the beginning, and a part from the middle. A line of prose weighs
     as much as the lines of 80 characters that it would fill. Minified code is taken to be text. Of files with
     400 characters or more, 98.4 % of Python's standard library, 97.4 % of C headers, 100 % of PyTorch's C++,
-    96 % of Perl modules and 91 % of shell scripts are recognised. Taken to be code are 0.2 % of WikiText-2, the
-    Penn Treebank and Shakespeare, in parts of 2,000 characters, and 13 % of the Markdown files of Python
+    96 % of Perl modules and 91 % of shell scripts are recognised. Taken to be code are 0.2 % of WikiText-2,
+    the Penn Treebank and Shakespeare, in parts of 2,000 characters, and 13 % of the Markdown files of Python
     packages, which are mostly examples.
     """
     return _code_share(text) >= _MIN_SHARE
