@@ -1,9 +1,9 @@
 """Extraction of web pages: pages/s of the stage against trafilatura called directly, and F1 of both.
 
 Each of 2 worker processes takes a half of the pages, again and again. The peer is trafilatura in a
-`multiprocessing.Pool` of 2 processes, called on the bytes of the same files. Both are warm before the clock starts, and
-take turns. FOLDER holds `pages/*.html` and `gold.json`: {page: {"with": [...], "without": [...]}}, snippets that
-the text must and must not contain.
+`multiprocessing.Pool` of 2 processes, called on the bytes of the same files. Both are warm before the clock
+starts, and take turns. FOLDER holds `pages/*.html` and `gold.json`: {page: {"with": [...], "without":
+[...]}}, snippets that the text must and must not contain.
 
     python -m benchmarks.extract FOLDER [--rounds 5] [--repeats 4]
 """
