@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,11 +32,15 @@ def run_jobs(job, spec, items):
 
 
 def write_ranges(
-    folder: Path, documents: Sequence[str | None], settings: DedupSettings, cuts: Iterable[int], rows: int = 50
+    folder: Path,
+    documents: Sequence[str | None],
+    settings: DedupSettings,
+    cuts: Iterable[int],
+    rows: int = 50,
 ) -> list[RangeFiles]:
     """Write documents as ranges that begin at 0 and at the places in `cuts`, in batches of `rows`."""
     signer, ranges, bounds = Signer(settings), [], [0, *cuts, len(documents)]
-    for index, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (first, last) in enumerate(itertools.pairwise(bounds)):
         files = RangeFiles(folder / f"{index:03d}.arrow", folder / f"{index:03d}.narrow.arrow")
         batches = [
             pa.record_batch([texts(documents[low : min(low + rows, last)])], schema=TEXT)

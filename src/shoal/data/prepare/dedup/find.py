@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.against import Against
-from shoal.data.prepare.dedup.bands import find_equal, find_groups
+from shoal.data.prepare.dedup.bands import find_equal, find_groups, read_groups
 from shoal.data.prepare.dedup.candidates import Clusters, compare_groups
 from shoal.data.prepare.dedup.paragraphs import find_paragraphs
 from shoal.data.prepare.dedup.ranges import Numbered, RangeFiles, RunJobs, Say, load, save
@@ -39,6 +39,7 @@ DECISIONS = pa.schema(
 DECISIONS_NAME, PARAGRAPHS_NAME = "decisions.arrow", "paragraphs.arrow"
 OLD_KEY = b"shoal.against"  # schema metadata: a JSON list of [dataset, its first number, its documents]
 _FEW_PAIRS = 4096  # compared in this process: starting others takes longer
+_GROUP_ROWS = 1 << 18  # in work at a time
 _DECIDED_ROWS = 1 << 16
 
 
@@ -83,7 +84,7 @@ def find_duplicates(
     decided = _decide(equal, pairs, clusters)
     emptied = np.zeros(0, np.int64)
     if settings.paragraphs:
-        emptied = find_paragraphs(work, numbered, decided["number"], max_memory_bytes, work / PARAGRAPHS_NAME)
+        emptied = find_paragraphs(work, numbered, decided["a"], max_memory_bytes, work / PARAGRAPHS_NAME)
     _write(path, decided, emptied, against)
     for name in ("rows", "groups", "sets"):
         shutil.rmtree(work / name, ignore_errors=True)
@@ -99,7 +100,8 @@ def _make_sets(
         temporary = path.with_suffix(".tmp")
         wanted = np.lib.format.open_memmap(temporary, "w+", np.bool_, (numbered.total + 1,))
         for file in files:
-            wanted[load(file)["number"] - origin] = True
+            for rows in read_groups(file, _GROUP_ROWS):
+                wanted[rows["number"] - origin] = True
         wanted.flush()
         temporary.rename(path)
     marks = load(path)
@@ -154,13 +156,14 @@ def _compare(
 
     found = [np.zeros(0, PAIR)]
     for file in files:
-        path = work / "similar" / file.name
+        path = work / "similar" / f"{file.stem}.npy"
         if path.exists():
             found.append(np.load(path))
             clusters.join(found[-1]["a"], found[-1]["b"])
-        else:
-            found.append(compare_groups(load(file), clusters, compare))
-            save(path, found[-1])
+            continue
+        new = [compare_groups(rows, clusters, compare) for rows in read_groups(file, _GROUP_ROWS)]
+        found.append(np.concatenate([np.zeros(0, PAIR), *new]))
+        save(path, found[-1])
     shutil.rmtree(parts, ignore_errors=True)
     return np.concatenate(found)
 
