@@ -51,11 +51,11 @@ def write_ranges(
     return ranges
 
 
-def decisions(folder: Path, documents, settings=None, cuts=(), memory=1 << 30, rows=50) -> pa.Table:
+def decisions(folder: Path, documents, settings=None, cuts=(), rows=50) -> pa.Table:
     """Return the decisions on documents."""
     settings = settings or DedupSettings()
     ranges = write_ranges(folder / "ranges", documents, settings, cuts, rows)
-    path = find_duplicates(folder / "dedup", ranges, settings, run_jobs, memory, lambda line: None)
+    path = find_duplicates(folder / "dedup", ranges, settings, run_jobs, 1 << 30, lambda line: None)
     return pa.ipc.open_file(path).read_all()
 
 

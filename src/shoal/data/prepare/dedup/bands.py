@@ -24,25 +24,17 @@ def find_equal(work: Path, numbered: Numbered, max_memory_bytes: int) -> NDArray
         count = bucket_count(numbered.total, EXACT.itemsize, max_memory_bytes)
         buckets = Buckets(work / "rows", "exact", EXACT, count)
         for index, start in enumerate(numbered.starts[:-1]):
-            for column, offset in _chunks(numbered.narrow(index).column("exact")):
-                present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-                hashes = np.frombuffer(column.buffers()[1] or b"", "<u8").reshape(-1, 2)
-                rows = np.empty(len(present), EXACT)
-                rows["high"], rows["low"] = hashes[present].T
-                rows["number"] = present + (start + offset)
-                buckets.add(rows, rows["high"])
+            column = numbered.narrow(index).column("exact").combine_chunks()
+            present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+            hashes = np.frombuffer(column.buffers()[1] or b"", "<u8").reshape(-1, 2)
+            rows = np.empty(len(present), EXACT)
+            rows["high"], rows["low"] = hashes[present].T
+            rows["number"] = present + start
+            buckets.add(rows, rows["high"])
         found = [_equal_in(buckets.take(number)) for number in range(count)]
         equal = np.concatenate(found)
         save(path, equal[np.argsort(equal["number"])])
     return load(path)
-
-
-def _chunks(column: Any) -> Any:
-    """Yield the chunks of a column, and the row at which each begins."""
-    offset = 0
-    for chunk in column.chunks:
-        yield chunk, offset
-        offset += len(chunk)
 
 
 def _equal_in(rows: NDArray[Any]) -> NDArray[Any]:

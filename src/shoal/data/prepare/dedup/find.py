@@ -58,15 +58,8 @@ def find_duplicates(
     """
     against = Against(folder, settings, run_jobs, say)
     numbered = Numbered(against.ranges, ranges, settings)
-    key = digest_of(
-        {
-            "settings": settings.model_dump(mode="json"),
-            "rows": numbered.rows,
-            "against": against.digests,
-            "memory": max_memory_bytes,
-        }
-    )
-    work = folder / key[:16]
+    facts = [settings.model_dump(mode="json"), numbered.rows, against.digests, max_memory_bytes]
+    work = folder / digest_of({"facts": facts})[:16]
     for other in folder.glob("[0-9a-f]" * 16):
         if other != work:
             shutil.rmtree(other)
@@ -141,18 +134,13 @@ def _compare(
             return here.similar(pairs, lambda done: None)
         shutil.rmtree(parts, ignore_errors=True)
         save(parts / "pairs.npy", pairs[np.lexsort((pairs["b"], pairs["a"]))])
-        items: list[dict[str, Any]] = [
-            {
-                "pairs": str(parts / "pairs.npy"),
-                "first": first,
-                "last": first + _FEW_PAIRS,
-                "found": str(parts / f"{first:012d}.npy"),
-            }
-            for first in range(0, len(pairs), _FEW_PAIRS)
-        ]
+        firsts = range(0, len(pairs), _FEW_PAIRS)
+        found = [parts / f"{first:012d}.npy" for first in firsts]
+        facts = {"pairs": str(parts / "pairs.npy"), "number": _FEW_PAIRS}
+        items = [{**facts, "first": n, "found": str(path)} for n, path in zip(firsts, found, strict=True)]
         for _ in run_jobs(PAIRS_JOB, spec, items):
             pass
-        return np.concatenate([load(Path(item["found"])) for item in items])
+        return np.concatenate([load(path) for path in found])
 
     found = [np.zeros(0, PAIR)]
     for file in files:
