@@ -14,6 +14,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from shoal.data.prepare.dedup import find as find_module
+from shoal.data.prepare.dedup.bands import BAND, read_groups
 from shoal.data.prepare.dedup.find import OLD_KEY, PARAGRAPHS_NAME, find_duplicates
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.paragraphs import without_paragraphs
@@ -109,8 +110,20 @@ def test_decisions_do_not_depend_on_memory_and_processes(crowd, monkeypatch, tmp
     whole = decisions(tmp_path / "whole", crowd)
     monkeypatch.setattr("shoal.data.prepare.dedup.bands.bucket_count", lambda *facts: 13)
     monkeypatch.setattr(find_module, "_FEW_PAIRS", 5)
-    monkeypatch.setattr(find_module, "_GROUP_ROWS", 3)
     assert decisions(tmp_path / "small", crowd, cuts=(100, 200)).equals(whole)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 100])
+def test_groups_are_read_whole_and_a_few_at_a_time(max_rows, tmp_path):
+    rows = np.zeros(13, BAND)
+    rows["key"], rows["number"] = [2, 2, 3, 3, 3, 3, 3, 8, 8, 9, 9, 9, 2**64 - 1], range(13)
+    rows.tofile(tmp_path / "groups")
+    parts = list(read_groups(tmp_path / "groups", max_rows))
+    assert np.concatenate(parts).tolist() == rows.tolist()
+    assert sum(len(set(part["key"].tolist())) for part in parts) == 5
+    assert max(map(len, parts)) <= max_rows + 4  # the rest of a group
+    (tmp_path / "none").write_bytes(b"")
+    assert list(read_groups(tmp_path / "none", max_rows)) == []
 
 
 def test_clusters_do_not_depend_on_the_order_of_the_documents(tmp_path):
