@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def write_ranges(
 ) -> list[RangeFiles]:
     """Write documents as ranges that begin at 0 and at the places in `cuts`, in batches of `rows`."""
     signer, ranges, bounds = Signer(settings), [], [0, *cuts, len(documents)]
-    for index, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (first, last) in enumerate(itertools.pairwise(bounds)):
         files = RangeFiles(folder / f"{index:03d}.arrow", folder / f"{index:03d}.narrow.arrow")
         batches = [
             pa.record_batch([texts(documents[low : min(low + rows, last)])], schema=TEXT)
@@ -50,11 +51,11 @@ def write_ranges(
     return ranges
 
 
-def decisions(folder: Path, documents, settings=None, cuts=(), memory=1 << 30, rows=50) -> pa.Table:
+def decisions(folder: Path, documents, settings=None, cuts=(), rows=50) -> pa.Table:
     """Return the decisions on documents."""
     settings = settings or DedupSettings()
     ranges = write_ranges(folder / "ranges", documents, settings, cuts, rows)
-    path = find_duplicates(folder / "dedup", ranges, settings, run_jobs, memory, lambda line: None)
+    path = find_duplicates(folder / "dedup", ranges, settings, run_jobs, 1 << 30, lambda line: None)
     return pa.ipc.open_file(path).read_all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.ranges import Buckets, Numbered, bucket_count, load, save
+from shoal.runtime.files import atomic_write
 
 EXACT = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<i8")])
 EQUAL = np.dtype([("number", "<i8"), ("first", "<i8")])  # a document, and the first one of the same text
@@ -22,25 +24,17 @@ def find_equal(work: Path, numbered: Numbered, max_memory_bytes: int) -> NDArray
         count = bucket_count(numbered.total, EXACT.itemsize, max_memory_bytes)
         buckets = Buckets(work / "rows", "exact", EXACT, count)
         for index, start in enumerate(numbered.starts[:-1]):
-            for column, offset in _chunks(numbered.narrow(index).column("exact")):
-                present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-                hashes = np.frombuffer(column.buffers()[1] or b"", "<u8").reshape(-1, 2)
-                rows = np.empty(len(present), EXACT)
-                rows["high"], rows["low"] = hashes[present].T
-                rows["number"] = present + (start + offset)
-                buckets.add(rows, rows["high"])
+            column = numbered.narrow(index).column("exact").combine_chunks()
+            present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+            hashes = np.frombuffer(column.buffers()[1] or b"", "<u8").reshape(-1, 2)
+            rows = np.empty(len(present), EXACT)
+            rows["high"], rows["low"] = hashes[present].T
+            rows["number"] = present + start
+            buckets.add(rows, rows["high"])
         found = [_equal_in(buckets.take(number)) for number in range(count)]
         equal = np.concatenate(found)
         save(path, equal[np.argsort(equal["number"])])
     return load(path)
-
-
-def _chunks(column: Any) -> Any:
-    """Yield the chunks of a column, and the row at which each begins."""
-    offset = 0
-    for chunk in column.chunks:
-        yield chunk, offset
-        offset += len(chunk)
 
 
 def _equal_in(rows: NDArray[Any]) -> NDArray[Any]:
@@ -57,22 +51,33 @@ def _equal_in(rows: NDArray[Any]) -> NDArray[Any]:
 def find_groups(
     work: Path, numbered: Numbered, equal: NDArray[Any], bands: int, max_memory_bytes: int
 ) -> list[Path]:
-    """Return one file for each band and bucket: BAND rows of all documents that share their band with
-    another, by key and number. Documents in `equal` are left out. Each file is committed once.
+    """Return one file for each band: BAND rows of all documents that share the band with another one, by key
+    and number. Documents in `equal` are left out. Each file is committed once.
     """
     count = bucket_count(numbered.total, BAND.itemsize, max_memory_bytes)
-    paths = []
-    for band in range(bands):
-        here = [work / "groups" / f"{band:03d}-{number:04d}.npy" for number in range(count)]
-        if not all(path.exists() for path in here):
-            buckets = Buckets(work / "rows", f"band-{band:03d}", BAND, count)
-            for index in range(len(numbered.files)):
-                rows = _band_rows(numbered, index, equal, band)
-                buckets.add(rows, rows["key"])
-            for number, path in enumerate(here):
-                save(path, _shared(buckets.take(number)))
-        paths += here
+    paths = [work / "groups" / f"{band:03d}.rows" for band in range(bands)]
+    for band, path in enumerate(paths):
+        if path.exists():
+            continue
+        buckets = Buckets(work / "rows", "band", BAND, count)
+        for index in range(len(numbered.files)):
+            rows = _band_rows(numbered, index, equal, band)
+            buckets.add(rows, rows["key"])
+        with atomic_write(path) as file:
+            for number in range(count):
+                file.write(_shared(buckets.take(number)).tobytes())
     return paths
+
+
+def read_groups(path: Path, max_rows: int) -> Iterator[NDArray[Any]]:
+    """Yield the groups of a file, about so many rows at a time; no group is cut."""
+    low, total = 0, path.stat().st_size // BAND.itemsize
+    rows = np.memmap(path, BAND, "r") if total else np.zeros(0, BAND)
+    while low < total:
+        high = min(low + max_rows, total)
+        high = int(np.searchsorted(rows["key"], rows["key"][high - 1], side="right"))
+        yield rows[low:high]
+        low = high
 
 
 def _band_rows(numbered: Numbered, index: int, equal: NDArray[Any], band: int) -> NDArray[Any]:

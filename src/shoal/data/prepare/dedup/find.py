@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.against import Against
-from shoal.data.prepare.dedup.bands import find_equal, find_groups
+from shoal.data.prepare.dedup.bands import find_equal, find_groups, read_groups
 from shoal.data.prepare.dedup.candidates import Clusters, compare_groups
 from shoal.data.prepare.dedup.paragraphs import find_paragraphs
 from shoal.data.prepare.dedup.ranges import Numbered, RangeFiles, RunJobs, Say, load, save
@@ -39,6 +39,7 @@ DECISIONS = pa.schema(
 DECISIONS_NAME, PARAGRAPHS_NAME = "decisions.arrow", "paragraphs.arrow"
 OLD_KEY = b"shoal.against"  # schema metadata: a JSON list of [dataset, its first number, its documents]
 _FEW_PAIRS = 4096  # compared in this process: starting others takes longer
+_GROUP_ROWS = 1 << 18  # in work at a time
 _DECIDED_ROWS = 1 << 16
 
 
@@ -57,15 +58,8 @@ def find_duplicates(
     """
     against = Against(folder, settings, run_jobs, say)
     numbered = Numbered(against.ranges, ranges, settings)
-    key = digest_of(
-        {
-            "settings": settings.model_dump(mode="json"),
-            "rows": numbered.rows,
-            "against": against.digests,
-            "memory": max_memory_bytes,
-        }
-    )
-    work = folder / key[:16]
+    facts = [settings.model_dump(mode="json"), numbered.rows, against.digests, max_memory_bytes]
+    work = folder / digest_of({"facts": facts})[:16]
     for other in folder.glob("[0-9a-f]" * 16):
         if other != work:
             shutil.rmtree(other)
@@ -99,7 +93,8 @@ def _make_sets(
         temporary = path.with_suffix(".tmp")
         wanted = np.lib.format.open_memmap(temporary, "w+", np.bool_, (numbered.total + 1,))
         for file in files:
-            wanted[load(file)["number"] - origin] = True
+            for rows in read_groups(file, _GROUP_ROWS):
+                wanted[rows["number"] - origin] = True
         wanted.flush()
         temporary.rename(path)
     marks = load(path)
@@ -139,28 +134,24 @@ def _compare(
             return here.similar(pairs, lambda done: None)
         shutil.rmtree(parts, ignore_errors=True)
         save(parts / "pairs.npy", pairs[np.lexsort((pairs["b"], pairs["a"]))])
-        items: list[dict[str, Any]] = [
-            {
-                "pairs": str(parts / "pairs.npy"),
-                "first": first,
-                "last": first + _FEW_PAIRS,
-                "found": str(parts / f"{first:012d}.npy"),
-            }
-            for first in range(0, len(pairs), _FEW_PAIRS)
-        ]
+        firsts = range(0, len(pairs), _FEW_PAIRS)
+        found = [parts / f"{first:012d}.npy" for first in firsts]
+        facts = {"pairs": str(parts / "pairs.npy"), "number": _FEW_PAIRS}
+        items = [{**facts, "first": n, "found": str(path)} for n, path in zip(firsts, found, strict=True)]
         for _ in run_jobs(PAIRS_JOB, spec, items):
             pass
-        return np.concatenate([load(Path(item["found"])) for item in items])
+        return np.concatenate([load(path) for path in found])
 
     found = [np.zeros(0, PAIR)]
     for file in files:
-        path = work / "similar" / file.name
+        path = work / "similar" / f"{file.stem}.npy"
         if path.exists():
             found.append(np.load(path))
             clusters.join(found[-1]["a"], found[-1]["b"])
-        else:
-            found.append(compare_groups(load(file), clusters, compare))
-            save(path, found[-1])
+            continue
+        new = [compare_groups(rows, clusters, compare) for rows in read_groups(file, _GROUP_ROWS)]
+        found.append(np.concatenate([np.zeros(0, PAIR), *new]))
+        save(path, found[-1])
     shutil.rmtree(parts, ignore_errors=True)
     return np.concatenate(found)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.settings import DedupSettings, check_signatures
 from shoal.errors import DataError
-from shoal.runtime.files import atomic_write
+from shoal.runtime.files import atomic_write, disk_error
 
 MAX_BUCKETS = 512
 Say = Callable[[str], None]
@@ -101,8 +101,11 @@ class Buckets:
         rows, place = rows[order], place[order]
         for number in np.unique(place):
             first, last = np.searchsorted(place, [number, number + 1])
-            with self._paths[number].open("ab") as file:
-                file.write(rows[first:last].tobytes())
+            try:
+                with self._paths[number].open("ab") as file:
+                    file.write(rows[first:last].tobytes())
+            except OSError as error:
+                raise disk_error(error, self._paths[number]) from error
 
     def take(self, number: int) -> NDArray[Any]:
         """Return the rows of a bucket, and remove its file."""

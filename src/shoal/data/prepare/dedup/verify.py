@@ -75,8 +75,8 @@ class Pairs:
         self._entry = functools.lru_cache(_OPEN_RANGES)(self._find_entry)
 
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
-        """Compare the pairs `first` to `last` of the file `pairs`; commit those that are similar."""
-        pairs = load(Path(item["pairs"]))[item["first"] : item["last"]]
+        """Compare `number` pairs of the file `pairs` from `first` on; commit those that are similar."""
+        pairs = load(Path(item["pairs"]))[item["first"] :][: item["number"]]
         save(Path(item["found"]), self.similar(pairs, check))
         return {"found": item["found"]}
 
