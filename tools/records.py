@@ -108,6 +108,7 @@ ENTRIES = {
     ),
     "data_parallel": _module("data_parallel", 40, *STEP, *ALL_REDUCE),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
+    "fetch": _module("fetch", 1, "src/shoal/data/prepare/web"),
     "generate": _module("generate", 5, *WRITING),
     "gpu_bench": _gpu("bench", *GRADSYNC),
     "gpu_layouts": _gpu("layouts", "benchmarks/layouts.py", *STEP, *ALL_REDUCE),

@@ -23,7 +23,7 @@ from shoal.data.prepare.web.fetch import Progress, fetch_all
 from shoal.errors import DataError, InputError
 from tests.data.web_server import serving
 
-QUICK = {"delay": 0.0, "per_host": 32, "deadline": 5.0, "backoff": 0.02, "allow_private": True}
+QUICK = {"delay": 0.0, "per_host": 32, "deadline": 60.0, "backoff": 0.02, "allow_private": True}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def records(result):
         ("/redirect/ftp://example.com/", {}, 302, "bad redirect"),
         ("/redirect/http://a:b@127.0.0.1/", {}, 302, "bad redirect"),
         ("/redirect//private/x", {}, 302, "disallowed by robots.txt"),
-        ("/silence", {"deadline": 0.6}, 0, "timeout"),
-        ("/drip", {"deadline": 0.6}, 200, "timeout"),
+        ("/silence", {"deadline": 3.0}, 0, "timeout"),
+        ("/drip", {"deadline": 3.0}, 200, "timeout"),
         ("/endless", {"max_bytes": 1 << 20}, 200, "too large"),
         ("/bomb", {"max_bytes": 1 << 20}, 200, "too large"),
         ("/announced", {}, 200, "too large"),
@@ -89,18 +89,17 @@ def records(result):
         ("/cut", {}, 200, "bad response"),
         ("/garbage", {}, 0, "bad response"),
         ("/headers", {}, 0, "bad response"),
+        ("/odd/redirect", {}, 404, "HTTP 404"),
         ("/hangup", {}, 0, "no connection"),
         ("/private/x", {}, 0, "disallowed by robots.txt"),
     ],
 )
 def test_a_bad_page_is_a_line_with_its_reason(server, tmp_path, path, settings, status, reason):
-    began = time.monotonic()
     line, kept = outcome(server, tmp_path / "f", path, **settings)
     assert (line["reason"], line["status"]) == (reason, status)
     assert (line["digest"], line["content_type"], line["bytes"]) == ("", "", 0)
     assert len(kept) == 1
-    assert line["seconds"] < settings.get("deadline", 5.0) + 1.0
-    assert time.monotonic() - began < 20
+    assert line["seconds"] < settings.get("deadline", 60.0) + 2.0
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,14 @@ def test_nothing_is_sent_to_a_private_address(server, tmp_path, host):
     assert server.requests() == before
 
 
+def test_headers_that_are_no_text_do_no_harm(server, tmp_path):
+    line, kept = outcome(server, tmp_path / "f", "/odd/control")
+    assert (line["reason"], line["content_type"]) == ("ok", "text/html; x=?")
+    assert kept[1][1]["Content-Type"] == "text/html; x=?"
+
+
 @pytest.mark.parametrize("robots", [True, False])
-@pytest.mark.parametrize("host", [*PRIVATE[1:], "inside.test"])
+@pytest.mark.parametrize("host", ["[::1]", "10.0.0.1", "[::ffff:a00:1]", "local.test", "inside.test"])
 def test_a_redirect_to_a_private_address_is_not_followed(server, tmp_path, monkeypatch, host, robots):
     for module in (address, client):  # the server's own address stands for a public one
         monkeypatch.setattr(module, "is_public", lambda ip: ip == "127.0.0.1" or is_public(ip))
@@ -201,7 +206,7 @@ def test_what_is_connected_to_is_what_was_checked(server, tmp_path, monkeypatch)
     ],
 )
 def test_robots_txt_decides(server, tmp_path, monkeypatch, host, path, reason):
-    monkeypatch.setattr("shoal.data.prepare.web.robots._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("shoal.data.prepare.web.robots._TIMEOUT_S", 3.0)
     line, _ = outcome(server, tmp_path / "f", path, host)
     assert line["reason"] == reason
 
@@ -267,11 +272,11 @@ def test_one_host_gets_no_more_requests_at_once_than_allowed(server, tmp_path):
 
 
 def test_a_slow_host_does_not_hold_up_the_others(server, tmp_path):
-    urls = [server.url(f"/ok/{n}", "patient.test") for n in range(5)]
-    urls += [server.url(f"/ok/{n}", "fast.test") for n in range(50)]
-    lines, _ = fetched(urls, tmp_path, concurrency=4, per_host=1)
-    assert {line["reason"] for line in lines} == {"ok"}
-    assert sum(line["seconds"] for line in lines[5:]) < 50 * 0.3
+    urls = [server.url(f"/ok/slow{n}", "patient.test") for n in range(20)]
+    urls += [server.url(f"/ok/fast{n}", "fast.test") for n in range(20)]
+    fetched(urls, tmp_path, concurrency=4, per_host=1)
+    order = list(server.requests())
+    assert order.index("/ok/fast19") < order.index("/ok/slow19")
 
 
 def test_the_same_pages_give_the_same_bytes_but_for_times(server, tmp_path, monkeypatch):
@@ -383,9 +388,9 @@ def test_an_interruption_loses_no_page_and_fetches_none_twice(server, tmp_path, 
     while True:
         before = server.requests()
         process = child(urls, folder, concurrency=4)
-        more = rng.randint(1, 40)  # the end of a shard is among the moments
+        more = rng.randint(5, 60)  # the end of a shard is among the moments
         while len(journaled(folder)) < len(stored) + more and process.poll() is None:
-            time.sleep(0.005)
+            time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.03))
         process.send_signal(number)
         status = process.wait()
@@ -450,7 +455,6 @@ def test_memory_stays_flat_whatever_servers_send(server, tmp_path):
         time.sleep(0.01)
     assert json.loads(process.stdout.read()) == {"ok": 2000, "too large": 32}
     process.stdout.close()
-    print("MEM", start, peak)
     assert peak - start < 120 << 20
 
 

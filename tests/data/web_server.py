@@ -211,6 +211,14 @@ class Site:
     async def do_headers(self, writer, rest):
         send(writer, b"<p>x</p>", f"X-Long: {'a' * 100_000}\r\n")
 
+    async def do_odd(self, writer, rest):
+        """Send a header whose bytes are no text."""
+        odd = b"Content-Type: text/html; x=\xff\r\nLocation: /\xff\xfe\xed\xa0\x80" + b"\x01" * (
+            rest == "control"
+        )
+        status = b"302 Found" if rest == "redirect" else b"200 OK"
+        writer.write(b"HTTP/1.1 " + status + b"\r\n" + odd + b"\r\nContent-Length: 3\r\n\r\n<p>")
+
     async def do_private(self, writer, rest):
         await self.do_ok(writer, rest)
 
