@@ -25,17 +25,8 @@ BELOW_TASKS = BASE | FILES | {"models", "data", "scoring"}
 BELOW_TRAIN = BELOW_TASKS | {"runtime", "tasks", "gradsync", "parallel", "checkpoint"}
 CORE = BELOW_TRAIN - {"data", "scoring"} | {"train", "launch"}  # what a plain run needs, beside its data
 FORMULAS = {"plan.link_cost", "plan.sync_cost"}
-BESIDE = CORE | {
-    "data",
-    "scoring",
-    "comm",
-    "strategies",
-    "networks",
-    "networks.description",
-    "worker_pool",
-    "page",
-}
-BESIDE |= FORMULAS
+BESIDE = CORE | {"data", "scoring", "comm", "strategies", "networks", "networks.description", "worker_pool"}
+BESIDE |= FORMULAS | {"page"}
 CHECKS = {"bench", "doctor", "parity", "quickstart"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench import report, sections
+from shoal.bench import sections
 from shoal.bench.read_records import SCHEMAS, load
 from shoal.bench.report import as_csv, command, page
 from shoal.bench.sections import SECTIONS, Picture, Table, answer, fastest
@@ -312,7 +312,7 @@ def test_a_report_needs_records_a_file_to_write_and_its_packages(tmp_path, monke
             command(records, output, None)
     with pytest.raises(InputError, match="there is no such folder"):
         command([path], tmp_path / "none/r.html", None)
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="a report needs matplotlib and jinja2"):
         command([path], tmp_path / "r.html", None)
 

@@ -83,7 +83,7 @@ class DecisionsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and len(self._pending):
-            self._out.write_table(self._pending)
+            self._out.write_table(self._pending.combine_chunks())
         self._stack.__exit__(kind, error, trace)
 
     def add(self, rows: pa.RecordBatch) -> None:
@@ -94,9 +94,9 @@ class DecisionsWriter:
         columns = {name: rows.column(name) for name in DECISIONS.names}
         columns |= {name: pc.utf8_slice_codeunits(columns[name], 0, most) for name, most in _MOST.items()}
         more = pa.Table.from_pydict(columns, schema=DECISIONS)
-        self._pending = pa.concat_tables([self._pending, more]).combine_chunks()
+        self._pending = pa.concat_tables([self._pending, more])
         while len(self._pending) >= ROWS:
-            self._out.write_table(self._pending.slice(0, ROWS))
+            self._out.write_table(self._pending.slice(0, ROWS).combine_chunks())
             self._pending = self._pending.slice(ROWS)
 
 

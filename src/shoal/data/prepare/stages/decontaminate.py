@@ -22,7 +22,9 @@ from shoal.data.prepare.stages.documents import Stage, StageSettings, dropped, w
 from shoal.data.texts import read_lines, read_text, undo_moses
 from shoal.errors import ConfigError, DataError, InputError
 
-_MAX_FILES = 256 << 20  # bytes of all evaluation files: an n-gram takes about 30 bytes in each process
+_MAX_FILES = (
+    64 << 20
+)  # bytes of all evaluation files; an n-gram, about 6 bytes of text, takes 30 in a process
 _MAX_NGRAM = 64
 _SHOWN = 80  # characters of a match in a detail
 _WINDOW = 1 << 18  # characters hashed at a time
@@ -68,7 +70,7 @@ class Decontaminate(StageSettings):
         def count(batch: pa.RecordBatch) -> Counter[str]:
             found = Counter[str]()
             for text in batch.column("text").to_pylist():
-                found.update(index.names[place] for place in index.find(text or "").places)
+                found.update(map(index.name, index.find(text or "").places.tolist()))
             return found
 
         return count
@@ -125,14 +127,14 @@ class _Index:
             )
         self._settings, self._words = settings, _Words()
         self._passages: list[tuple[int, int]] = []  # (file, line or paragraph from 1)
-        lengths, hashes, origins = set[int](), [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        lengths, hashes, origins = set[int](), [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
         for file, number, text in _passages(settings.files):
             for _, _, words, kinds in self._words.windows(text):
                 length, grams = self._ngrams(words, kinds)
                 if len(grams):
                     lengths.add(length)
                     hashes.append(grams)
-                    origins.append(np.full(len(grams), len(self._passages)))
+                    origins.append(np.full(len(grams), len(self._passages), np.int32))
             self._passages.append((file, number))
         self._hashes, first = np.unique(np.concatenate(hashes), return_index=True)
         if not len(self._hashes):
@@ -144,13 +146,16 @@ class _Index:
         kept = ~np.isin(self._hashes, ignored)
         self._hashes, self._origins = self._hashes[kept], np.concatenate(origins)[first[kept]]
         self._lengths = sorted(lengths)
-        self.names = [f"{value:016x}" for value in self._hashes.tolist()]
         bits = max(
             16, (8 * len(self._hashes)).bit_length()
         )  # most n-grams are told apart by a table in cache
         self._mask = np.uint64((1 << bits) - 1)
         self._filter = np.zeros(1 << bits, bool)
         self._filter[self._hashes & self._mask] = True
+
+    def name(self, place: int) -> str:
+        """Return the name of an n-gram, which is the same in every process."""
+        return f"{int(self._hashes[place]):016x}"
 
     def _ngrams(self, words: np.ndarray, kinds: np.ndarray) -> tuple[int, np.ndarray]:
         """Return the length of a passage's n-grams in words or characters, and their hashes."""
