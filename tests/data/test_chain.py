@@ -133,6 +133,12 @@ def test_the_first_documents_are_used_with_a_limit(run):
     assert dataset.manifest["counters"]["documents_read"] == 51  # and a broken line
 
 
+def test_a_limit_is_refused_where_there_are_pages(prepare, tmp_path):
+    (tmp_path / "a.html").write_text("<p>text</p>")
+    with pytest.raises(ConfigError, match=r"--limit counts documents of text, and .*a\.html holds pages"):
+        prepare(tmp_path / "a.html", web=True, limit=3)
+
+
 @pytest.mark.parametrize("stages", [True, False])
 def test_a_shuffle_moves_documents_and_the_records_follow(run, prepare, corpus, tmp_path, stages):
     def make(name, **options):

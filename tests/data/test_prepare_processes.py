@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.app import app
-from shoal.data.prepare import engine, run, steps
+from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
 from tests.data.ray_cluster import ROOT, two_nodes

@@ -12,7 +12,8 @@ from shoal.errors import InputError
 
 _FLAG = Parameter(negative=())
 _LIST = Parameter(show_default=False)
-_CHAIN = Group("Stages for web pages and large corpora", sort_key=1)
+_INPUT = Group("Input", sort_key=1)
+_CHAIN = Group("Stages for web pages and large corpora", sort_key=2)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,37 @@ class _Chain:
         return {stage: values for stage, values in chosen.items() if values}
 
 
+@dataclass(frozen=True)
+class _Input:
+    """Options of the input.
+
+    Parameters
+    ----------
+    ext
+        Suffixes of the files to read in folders, as in --ext py md rst (default: text and source code).
+    text_key
+        Key or column that holds the text.
+    delim
+        Field delimiter of CSV files (default: a comma, or a tab for .tsv).
+    separator
+        Text between documents in a .txt file, with \\n for a newline (default: each file is one document).
+    limit
+        Use only the first N documents that are not empty.
+    max_rejected_share
+        Fraction of invalid documents above which the command fails; rejects/ lists them.
+    """
+
+    ext: Annotated[tuple[str, ...], _LIST] = ()
+    text_key: str = "text"
+    delim: str | None = None
+    separator: str | None = None
+    limit: int | None = None
+    max_rejected_share: float = 0.05
+
+
+InputOptions = Annotated[_Input, Parameter(name="*", group=_INPUT)]
 ChainOptions = Annotated[_Chain, Parameter(name="*", group=_CHAIN)]
-_NO_CHAIN = _Chain()
+_PLAIN, _NO_CHAIN = _Input(), _Chain()
 
 
 def prepare(
@@ -73,21 +103,16 @@ def prepare(
     /,
     *,
     output: Path | None = None,
-    ext: tuple[str, ...] = (),
     tokenizer: str = "bpe",
     vocab_size: int | None = None,
     split: str = "949,50,1",
     seed: int = 1234,
-    text_key: str = "text",
-    delim: str | None = None,
-    separator: str | None = None,
-    limit: int | None = None,
     validation: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    max_rejected_share: float = 0.05,
     workers: int | None = None,
     runner: Literal["local", "ray"] = "local",
     json: Path | None = None,
+    files: InputOptions = _PLAIN,
     chain: ChainOptions = _NO_CHAIN,
 ) -> None:
     """Prepare a dataset from text or labelled examples.
@@ -112,8 +137,6 @@ def prepare(
         `sklearn-digits`, or `random-images` (generated, for timing).
     output
         Dataset folder to create, or to continue (required, but for --show-stages).
-    ext
-        Suffixes of the files to read in folders, as in --ext py md rst (default: text and source code).
     tokenizer
         bpe, word or char (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
         folder with one of these or with vocab.json and merges.txt.
@@ -124,20 +147,10 @@ def prepare(
         Weights of the train, validation and test splits, by documents, or by tokens if documents are few.
     seed
         Random seed for the split, and for the sample that a tokenizer is trained on.
-    text_key
-        Key or column that holds the text.
-    delim
-        Field delimiter of CSV files (default: a comma, or a tab for .tsv).
-    separator
-        Text between documents in a .txt file, with \\n for a newline (default: each file is one document).
-    limit
-        Use only the first N documents that are not empty.
     validation
         Files for the validation split, instead of a part of INPUT.
     test
         Files for the test split, instead of a part of INPUT.
-    max_rejected_share
-        Fraction of invalid documents above which the command fails; rejects/ lists them.
     workers
         Number of processes (default: one per core). The result does not depend on it.
     runner
@@ -155,9 +168,9 @@ def prepare(
     if output is None:
         raise InputError("--output is missing", hint="name the folder of the dataset: --output datasets/mine")
     chosen = PrepareOptions(
-        inputs, output, tokenizer, vocab_size, split, seed, text_key, delim, separator, limit, validation,
-        test, max_rejected_share, workers, ext, None, runner, chain.web, chain.stages, chain.urls,
-        chain.changes(), chain.shuffle, chain.max_memory,
+        inputs, output, tokenizer, vocab_size, split, seed, files.text_key, files.delim, files.separator,
+        files.limit, validation, test, files.max_rejected_share, workers, files.ext, None, runner, chain.web,
+        chain.stages, chain.urls, chain.changes(), chain.shuffle, chain.max_memory,
     )  # fmt: skip
     prepare_command(chosen, json)
     return None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
 from shoal.data.prepare.dedup.find import PARAGRAPHS_NAME, find_duplicates
 from shoal.data.prepare.dedup.settings import DedupSettings
 from shoal.data.prepare.engine import Engine, Job
+from shoal.data.prepare.kinds import has_pages
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format
 from shoal.data.prepare.passes import DUPLICATE, SortedRows, TextFiles, fates_path
@@ -42,7 +44,7 @@ from shoal.data.prepare.web.fetch import fetch_all
 from shoal.data.prepare.web.links import Links, read_links
 from shoal.data.prepare.web.urls import Urls, filter_urls
 from shoal.data.prepare.work import pack_range, range_paths
-from shoal.errors import DataError, counted
+from shoal.errors import ConfigError, DataError, counted
 from shoal.runtime.files import read_json, write_json
 
 SAMPLES = "samples.json"
@@ -73,7 +75,7 @@ class Chained:
     @cached_property
     def starts(self) -> list[int]:
         """Return the number of the first document of each range, and that of all documents."""
-        return np.cumsum([0, *(sum(summary["batches"]) for summary in self.summaries)]).tolist()
+        return list(accumulate((sum(summary["batches"]) for summary in self.summaries), initial=0))
 
     @cached_property
     def duplicates(self) -> SortedRows:
@@ -124,6 +126,10 @@ class Chained:
         self.texts.mkdir(exist_ok=True)
         ranges = cut_ranges(self.options, self.sources, self.paths, cuttable=False)
         if self.options.limit is not None:
+            if page := next((source.path for source in self.sources if has_pages(source.kind)), None):
+                raise ConfigError(
+                    f"--limit counts documents of text, and {page} holds pages", hint="leave it out"
+                )
             form = Format(**form_of(self.options), cut=None)
             ranges = limit_ranges(ranges, dict(enumerate(self.sources)), form, self.options.limit)
         spec = {"folder": str(self.texts.absolute()), "form": form_of(self.options)}
@@ -194,8 +200,12 @@ class Chained:
         note = self.paths.work / "common.json"
         if not note.exists():
             total = Counter[str]()
-            spec = {"texts": str(self.texts.absolute()), "decontaminate": cleaner.model_dump(mode="json")}
-            items = [{"index": summary["index"]} for summary in self.summaries]
+            spec = {
+                "texts": str(self.texts.absolute()),
+                "duplicates": self._duplicates_file,
+                "decontaminate": cleaner.model_dump(mode="json"),
+            }
+            items = [{"index": s["index"], "first": self.starts[n]} for n, s in enumerate(self.summaries)]
             for result in self.engine.run(Job(f"{_WORKERS}:CountWorker", spec), items):
                 total.update(result.get("counts", {}))
             write_json(note, cleaner.common(total))

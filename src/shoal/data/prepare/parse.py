@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any, BinaryIO, TypeVar
 import pyarrow as pa
 
 from shoal.data.boundaries import Boundary
-from shoal.data.prepare.kinds import decompressed, has_pages
+from shoal.data.prepare.kinds import decompressed
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
 BATCH_BYTES = 1 << 19
 BATCH_ROWS = 4096
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 _CONTEXT = 8  # bytes around a cut that a rule may look at
 _PIECE = 4 << 20  # of a document that spans more than one row
 _MAX_LINE = 32 << 20  # bytes of a JSON line; what is longer becomes a refusal
@@ -32,8 +32,8 @@ _MAX_BLANK = 1 << 18  # lines without text, one after the other
 _MAX_PACKED = 256  # how many times its size in a file a Parquet column may take; text takes 3 to 20
 _MAX_REPEATED = 16  # how many times the size of the whole column its texts may have, written out
 _SMALL = 32 << 20  # characters that it may take in any case
-_NAME_THE_KEY = "name the key or column that holds the text with --text-key, or choose other files with --ext"
-_NO_KEY = "no key"
+NAME_THE_KEY = "name the key or column that holds the text with --text-key, or choose other files with --ext"
+NO_KEY = "no key"
 _BOM = b"\xef\xbb\xbf"
 _FACTS = ("url", "title", "date", "language")  # keys of a JSON line that are kept beside its text
 _MAX_FACT = 2048  # characters of one
@@ -202,7 +202,7 @@ def first_bad_byte(path: Path) -> int | None:
     decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
-            block = file.read(_BLOCK)
+            block = file.read(BLOCK)
             held = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
             try:
                 decoder.decode(block, final=not block)
@@ -219,7 +219,7 @@ def _refusal(path: str, bad: int) -> tuple[int, None, str]:
     with open(path, "rb") as file:
         head = file.read(2)
         file.seek(0)
-        while block := file.read(min(_BLOCK, left)):
+        while block := file.read(min(BLOCK, left)):
             line, left = line + block.count(b"\n"), left - len(block)
         byte = file.read(1)
     return line, None, _not_utf8(head, byte[0], bad)
@@ -233,7 +233,7 @@ def _cut_from(file: BinaryIO, place: int, size: int, cut: Boundary | None) -> in
     begin = max(0, place - _CONTEXT)
     file.seek(begin)
     buffer, at = b"", place - begin
-    while block := file.read(_BLOCK):
+    while block := file.read(BLOCK):
         buffer += block
         found = cut.find(buffer, at)
         if found is not None:
@@ -301,7 +301,7 @@ def _read_line(file: BinaryIO, source: SourceFile) -> tuple[bytes, int]:
     """
     line = file.readline(_MAX_LINE + 1)
     length, whole = len(line), line.endswith(b"\n")
-    while len(line) > _MAX_LINE and not whole and (more := file.readline(_BLOCK)):
+    while len(line) > _MAX_LINE and not whole and (more := file.readline(BLOCK)):
         length += len(more)
         if length > _ENDLESS:
             raise DataError(
@@ -371,7 +371,7 @@ def _short_lines(text: io.TextIOWrapper, source: SourceFile) -> Iterator[str]:
 def csv_column(header: list[str], source: SourceFile, key: str) -> int:
     """Return the place of the text column; DataError with the columns seen where it is missing."""
     if key not in header:
-        raise DataError(f"{source.path}: {no_key(key, header)}", hint=_NAME_THE_KEY)
+        raise DataError(f"{source.path}: {no_key(key, header)}", hint=NAME_THE_KEY)
     return header.index(key)
 
 
@@ -383,13 +383,11 @@ def _parquet_rows(segment: Segment, source: SourceFile, form: Format) -> Iterato
         file = pq.ParquetFile(source.path)
         if form.text_key not in file.schema_arrow.names:
             raise DataError(
-                f"{source.path}: {no_key(form.text_key, file.schema_arrow.names)}", hint=_NAME_THE_KEY
+                f"{source.path}: {no_key(form.text_key, file.schema_arrow.names)}", hint=NAME_THE_KEY
             )
         kind = file.schema_arrow.field(form.text_key).type
         if not _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
-            raise DataError(
-                f"{source.path}: column {form.text_key!r} is {kind}, not text", hint=_NAME_THE_KEY
-            )
+            raise DataError(f"{source.path}: column {form.text_key!r} is {kind}, not text", hint=NAME_THE_KEY)
         first = sum(file.metadata.row_group(group).num_rows for group in range(segment.start))
         groups = list(range(segment.start, segment.end))
         allowed = _refuse_packed(file.metadata, groups, source, form.text_key)
@@ -481,24 +479,4 @@ def _not_utf8(head: bytes, byte: int, offset: int) -> str:
 def no_key(key: str, seen: list[str]) -> str:
     """Say that a text key is missing, and which keys there are."""
     names = ", ".join(ascii(str(name)[:60]) for name in seen[:10]) or "none"
-    return f"{_NO_KEY} {key!r}; keys seen: {names}"
-
-
-def refuse_wrong_keys(sources: Sequence[SourceFile], form: Format) -> None:
-    """Look at the first file of each role and kind: raise DataError where nothing in it is usable."""
-    for source in {(source.role, source.kind): source for source in reversed(sources)}.values():
-        _refuse_wrong_key(source, form)
-
-
-def _refuse_wrong_key(source: SourceFile, form: Format) -> None:
-    """Look at the start of a JSONL, CSV or Parquet file: raise DataError where nothing in it is usable."""
-    if source.kind == "text" or has_pages(source.kind) or not source.size:
-        return
-    work = WorkRange(0, source.role, 0, (Segment(0, 0, 1 if source.kind == "parquet" else _BLOCK),), limit=1)
-    batch = next(parse_range(work, {0: source}, form), None)
-    if batch is not None and batch.column("reason").null_count == 0:
-        reason = batch.column("reason")[0].as_py()
-        raise DataError(
-            f"{source.path}: the first {len(batch):,} documents were all rejected: {reason}",
-            hint=_NAME_THE_KEY if reason.startswith(_NO_KEY) else "correct the file, or leave it out",
-        )
+    return f"{NO_KEY} {key!r}; keys seen: {names}"

@@ -210,16 +210,18 @@ class CountWorker:
     """Counts n-grams of evaluation files in the texts of one range after the other."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        """Take `texts`, a folder, and `decontaminate`, settings."""
-        self._texts = Path(spec["texts"])
+        """Take `texts`, a folder, `duplicates`, a file or None, and `decontaminate`, settings."""
+        self._texts, self._duplicates = Path(spec["texts"]), SortedRows(spec["duplicates"], DUPLICATES)
         self._count = Decontaminate(**spec["decontaminate"]).counting()
 
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
-        """Return the counts of the range `index`."""
-        total = Counter[str]()
+        """Return the counts of the range `index`, whose documents have the numbers from `first`."""
+        total, first = Counter[str](), item["first"]
         for batch in TextFiles(self._texts, item["index"]).batches():
             check(0)
-            total.update(self._count(batch))
+            gone = self._duplicates.between(first, first + len(batch))["number"].to_numpy() - first
+            total.update(self._count(batch.filter(pa.array(~np.isin(np.arange(len(batch)), gone)))))
+            first += len(batch)
         return {"counts": total}
 
 
@@ -254,7 +256,8 @@ def _lengths(batch: pa.RecordBatch) -> np.ndarray:
     """Return the number of characters of each text, of bytes of each page."""
     texts = pc.fill_null(pc.utf8_length(batch.column("text")), 0)
     pages = pc.fill_null(pc.binary_length(batch.column("page")), 0)
-    return pc.add(texts, pages).to_numpy(zero_copy_only=False).astype(np.int32)
+    lengths: np.ndarray = pc.add(texts, pages).to_numpy(zero_copy_only=False)
+    return lengths.astype(np.int32)
 
 
 def _documents(held: pa.RecordBatch) -> pa.RecordBatch:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.data.prepare.parse import Format, first_bad_byte, parse_range
+from shoal.data.prepare.kinds import has_pages
+from shoal.data.prepare.parse import BLOCK, NAME_THE_KEY, NO_KEY, Format, first_bad_byte, parse_range
 from shoal.data.prepare.sources import Segment, SourceFile, WorkRange
 from shoal.errors import DataError
 
@@ -113,3 +114,23 @@ def _count_documents(work: WorkRange, sources: Mapping[int, SourceFile], form: F
         for batch in parse_range(work, sources, form)
         for text, ends in zip(batch.column("text").to_pylist(), batch.column("ends").to_pylist(), strict=True)
     )
+
+
+def refuse_wrong_keys(sources: Sequence[SourceFile], form: Format) -> None:
+    """Look at the first file of each role and kind: raise DataError where nothing in it is usable."""
+    for source in {(source.role, source.kind): source for source in reversed(sources)}.values():
+        _refuse_wrong_key(source, form)
+
+
+def _refuse_wrong_key(source: SourceFile, form: Format) -> None:
+    """Look at the start of a JSONL, CSV or Parquet file: raise DataError where nothing in it is usable."""
+    if source.kind == "text" or has_pages(source.kind) or not source.size:
+        return
+    work = WorkRange(0, source.role, 0, (Segment(0, 0, 1 if source.kind == "parquet" else BLOCK),), limit=1)
+    batch = next(parse_range(work, {0: source}, form), None)
+    if batch is not None and batch.column("reason").null_count == 0:
+        reason = batch.column("reason")[0].as_py()
+        raise DataError(
+            f"{source.path}: the first {len(batch):,} documents were all rejected: {reason}",
+            hint=NAME_THE_KEY if reason.startswith(NO_KEY) else "correct the file, or leave it out",
+        )

@@ -22,8 +22,8 @@ from shoal.data.prepare.engine import Engine, Job, usable_cores
 from shoal.data.prepare.examples import holds_examples, prepare_examples
 from shoal.data.prepare.lineage import build_manifest, changes, describe_inputs, plan_key
 from shoal.data.prepare.options import BYTES, CHAR, FROM_TEXT, TRAINED, PrepareOptions
-from shoal.data.prepare.parse import Format, refuse_wrong_keys
-from shoal.data.prepare.plan import limit_ranges
+from shoal.data.prepare.parse import Format
+from shoal.data.prepare.plan import limit_ranges, refuse_wrong_keys
 from shoal.data.prepare.progress import summary_table
 from shoal.data.prepare.sources import SourceFile, find_sources, in_words, penn_treebank, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
