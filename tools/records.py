@@ -107,6 +107,15 @@ ENTRIES = {
         "train_step", 32, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
     "data_parallel": _module("data_parallel", 40, *STEP, *ALL_REDUCE),
+    "dedup": _module("dedup", 6, "src/shoal/data/prepare"),
+    "extract": _module(
+        "extract",
+        2,
+        "src/shoal/data/prepare/web",
+        "src/shoal/data/prepare/stages",
+        words=["FOLDER"],
+        needs="a folder of pages",
+    ),
     "evaluate": _module("evaluate", 1, "src/shoal/scoring.py", *WRITING),
     "fetch": _module("fetch", 1, "src/shoal/data/prepare/web"),
     "generate": _module("generate", 5, *WRITING),

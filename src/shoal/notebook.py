@@ -34,7 +34,7 @@ Paths = str | Path | Sequence[str | Path]
 def prepare(inputs: Paths, output: str | Path, **options: Any) -> Path:
     """Turn text into a dataset folder and return it; a complete one is left as it is.
 
-    `options` are those of `shoal prepare`, with underscores: `tokenizer="bpe", vocab_size=4096`.
+    `options` are those of `shoal prepare`, with underscores: `tokenizer="bpe", vocab_size=4096, web=True`.
 
     Raises:
         ShoalError: The command failed; the message is the command's own.
@@ -43,9 +43,8 @@ def prepare(inputs: Paths, output: str | Path, **options: Any) -> Path:
     """
     words: list[object] = ["prepare", *_listed(inputs), "--output", output]
     for name, value in options.items():
-        if value is None:
-            continue
-        words += [f"--{name.replace('_', '-')}", *_listed(value)]
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *(() if value is True else _listed(value))]
     _run(words)
     return Path(output)
 

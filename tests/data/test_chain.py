@@ -90,7 +90,7 @@ def test_each_planted_document_ends_where_it_should_and_the_counts_add_up(run):
     assert lineage["dedup"]["settings"]["threshold"] == 0.8
     samples = json.loads((dataset.path / "stages/samples.json").read_text())
     short = [n for n, (_, kind) in enumerate(made) if kind == "short"][:3]
-    assert [text for _, text in samples["length: too short"]] == [made[n][0] for n in short]
+    assert [one["text"] for one in samples["length: too short"]] == [made[n][0] for n in short]
     assert "rejected 3" in printed
     lines = (dataset.path / "rejects/rejects.jsonl").read_text().splitlines()
     assert [json.loads(line)["line"] for line in lines] == [2, 153, 304]

@@ -126,3 +126,7 @@ def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):
     assert manifest["counters"]["documents_read"] == 60
     assert list((tmp_path / "d/pages").glob("*.warc.gz"))
     assert os.path.getsize(tmp_path / "d/train.bin")
+    for url, words in ((urls[-2], "dropped by fetch: HTTP 404"), (urls[3], "train document")):
+        command = [sys.executable, "-m", "shoal", "explain", str(tmp_path / "d"), url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert words in done.stdout, done.stderr

@@ -13,8 +13,8 @@ import pytest
 from shoal.data.boundaries import AFTER_WORD, ANYWHERE, BETWEEN_WORDS
 from shoal.data.prepare import kinds, parse
 from shoal.data.prepare.options import PrepareOptions
-from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range, refuse_wrong_key
-from shoal.data.prepare.plan import limit_ranges, plan_ranges
+from shoal.data.prepare.parse import Format, Notes, first_bad_byte, parse_range
+from shoal.data.prepare.plan import limit_ranges, plan_ranges, refuse_wrong_keys
 from shoal.data.prepare.sources import find_sources, in_words
 from shoal.errors import DataError, InputError
 
@@ -116,7 +116,7 @@ def test_a_cut_is_found_at_the_same_place_whatever_is_read_at_once(tmp_path, mon
     (tmp_path / "a.txt").write_text(text)
     expected = [documents(rows([tmp_path], range_bytes=size)) for size in (10, 33)]
     pieces = [row["offset"] for row in rows([tmp_path], range_bytes=10)]
-    monkeypatch.setattr(parse, "_BLOCK", block)
+    monkeypatch.setattr(parse, "BLOCK", block)
     assert [documents(rows([tmp_path], range_bytes=size)) for size in (10, 33)] == expected
     assert [row["offset"] for row in rows([tmp_path], range_bytes=10)] == pieces
     assert len(pieces) >= 3
@@ -196,7 +196,7 @@ def test_text_that_is_not_utf8_is_refused_with_place_and_reason(tmp_path):
 
 @pytest.mark.parametrize("cut_at", [1, 2, 3, 4, 5])
 def test_the_first_bad_byte_is_found_across_blocks(tmp_path, monkeypatch, cut_at):
-    monkeypatch.setattr(parse, "_BLOCK", cut_at)
+    monkeypatch.setattr(parse, "BLOCK", cut_at)
     path = tmp_path / "a.txt"
     for content in ["aä€𝔘".encode(), b"", b"abc"]:
         path.write_bytes(content)
@@ -218,7 +218,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, kind):
 def test_a_wrong_text_key_names_the_keys_seen(tmp_path, kind):
     source = sources_of(make(kind, tmp_path))[0]
     with pytest.raises(DataError, match=r"no key 'body'; keys seen: 'n', 'text'"):
-        refuse_wrong_key(source, Format("body", None, None, None))
+        refuse_wrong_keys([source], Format("body", None, None, None))
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "csv"])

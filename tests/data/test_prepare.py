@@ -155,12 +155,13 @@ def test_training_a_bpe_is_repeatable_and_bounded(corpus, tmp_path, monkeypatch)
     sources, _ = run.find_sources(PrepareOptions((str(corpus),), tmp_path))
     form = vocabulary.Format("text", None, None, None)
     options = PrepareOptions((str(corpus),), tmp_path, vocab_size=400)
-    trained = [vocabulary.make_vocabulary(options, sources, form, print) for _ in range(2)]
+    text = vocabulary.SourceText(sources, form, 1234, None)
+    trained = [vocabulary.make_vocabulary(options, text, print) for _ in range(2)]
     assert trained[0] == trained[1]
     monkeypatch.setattr(vocabulary, "SAMPLE_RANGE", 1000)
 
     def size(seed):
-        batches = list(vocabulary.sample_text(sources, form, seed, None, budget=5000))
+        batches = list(vocabulary.SourceText(sources, form, seed, None).sample(5000))
         return sum(len(text) for texts in batches for text in texts), batches[0][0]
 
     assert 5000 <= size(1)[0] < 30_000

@@ -19,7 +19,7 @@ def clock(monkeypatch):
 
 def test_speed_and_time_left_count_only_what_this_run_did(clock):
     console = Console(file=io.StringIO(), width=100)
-    with RangeProgress(console, total_bytes=100_000_000, done_bytes=50_000_000) as shown:
+    with RangeProgress(console, "tokenise", total_bytes=100_000_000, done_bytes=50_000_000) as shown:
         assert shown.speed() == "starting"
         clock[0] = 10.0
         shown.show(60_000_000)
@@ -29,7 +29,7 @@ def test_speed_and_time_left_count_only_what_this_run_did(clock):
 
 def test_a_file_that_is_no_terminal_gets_few_plain_lines(clock):
     console = Console(file=io.StringIO(), width=100)
-    with RangeProgress(console, 1000, 0) as shown:
+    with RangeProgress(console, "tokenise", 1000, 0) as shown:
         for step in range(1, 101):
             clock[0] = step / 10
             shown.show(step * 10)
@@ -40,7 +40,7 @@ def test_a_file_that_is_no_terminal_gets_few_plain_lines(clock):
 
 
 def test_a_range_that_starts_again_does_not_turn_the_bar_back(clock):
-    with RangeProgress(Console(file=io.StringIO()), 1000, 0) as shown:
+    with RangeProgress(Console(file=io.StringIO()), "tokenise", 1000, 0) as shown:
         clock[0] = 1.0
         shown.show(500)
         shown.show(400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,8 @@ from shoal.errors import EXIT_DONE, ConfigError, DataError, InputError, counted
 from shoal.runtime.files import check_targets, reading, write_json
 
 Facts = dict[str, Any]
+PAGES_DIR = "pages"  # of fetched pages
+_LONGEST_LINE = 1 << 16
 _SHOWN_CHARS = 300
 _MOST_TOKENS = 4 * _SHOWN_CHARS  # a character takes up to four bytes, and so up to four tokens
 
@@ -40,7 +43,12 @@ def _of_table(dataset: Dataset, doc: str) -> Facts:
     except ModuleNotFoundError as error:
         raise ConfigError(f"shoal explain needs {error.name}", hint="pip install 'shoal[data]'") from error
     table = Decisions(dataset.path)
-    found = table.find(doc)
+    try:
+        found = table.find(doc)
+    except InputError:
+        if (facts := _not_fetched(dataset.path, doc)) is None:
+            raise
+        return facts
     facts = asdict(found)
     if found.twin is not None:
         twin = asdict(table.row(found.twin))
@@ -48,6 +56,20 @@ def _of_table(dataset: Dataset, doc: str) -> Facts:
     if found.split is not None and found.position is not None:
         facts |= _kept(dataset, SPLITS[found.split], found.position)
     return facts
+
+
+def _not_fetched(path: Path, doc: str) -> Facts | None:
+    """Return what the manifest of fetched pages says about a URL without a page."""
+    manifest = path / PAGES_DIR / "manifest.jsonl"
+    if not manifest.is_file():
+        return None
+    key = json.dumps(doc).encode()
+    with reading(manifest), manifest.open("rb") as file:
+        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+            if key in line and (facts := json.loads(line))["url"] == doc:
+                why = {"reason": facts["reason"], "detail": facts["detail"]}
+                return {"number": None, "from": doc, "stage": "fetch", "status": facts["status"], **why}
+    return None
 
 
 def _kept_alone(dataset: Dataset, doc: str) -> Facts:
@@ -78,7 +100,7 @@ def _kept(dataset: Dataset, split: str, position: int) -> Facts:
 
 def _lines(facts: Facts) -> Iterator[str]:
     """Yield what is printed."""
-    yield f"document {facts['number']:,}: {_place(facts)}"
+    yield f"document {facts['number']:,}: {_place(facts)}" if facts["number"] is not None else _place(facts)
     detail = f" ({facts['detail']})" if facts.get("detail") else ""
     yield f"dropped by {facts['stage']}: {facts['reason']}{detail}" if facts["stage"] else f"kept{detail}"
     if facts.get("cluster"):

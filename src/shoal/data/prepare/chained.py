@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from shoal.data.dataset import SPLITS
+from shoal.data.explain import PAGES_DIR
 from shoal.data.permutation import permute
 from shoal.data.prepare.chain import Chain, stage_class
 from shoal.data.prepare.decisions import DECISIONS, TABLE, DecisionsWriter
@@ -37,7 +38,7 @@ from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.sources import SourceFile
 from shoal.data.prepare.splits import SplitPlan, shuffled_place
 from shoal.data.prepare.stages.decontaminate import Decontaminate
-from shoal.data.prepare.steps import PAGES_DIR, Paths, Ranges, cut_ranges, form_of
+from shoal.data.prepare.steps import Paths, Ranges, cut_ranges, form_of
 from shoal.data.prepare.vocabulary import SAMPLE_BYTES
 from shoal.data.prepare.web.client import Fetch
 from shoal.data.prepare.web.fetch import fetch_all
@@ -50,6 +51,7 @@ from shoal.runtime.files import read_json, write_json
 SAMPLES = "samples.json"
 _WORKERS = "shoal.data.prepare.passes"
 _BLOCK = 512  # documents of which a sample takes its texts together
+_NAMED = 3  # inputs, in the title of the report
 _MANY = 0.9  # share of documents from which on a stage that drops them is reported
 Record = dict[str, Any]  # of a stage: its name, settings and counters
 
@@ -301,7 +303,8 @@ class Chained:
     def report(self, manifest: dict[str, Any]) -> None:
         """Write the page about what became of the documents, where the packages for it are installed."""
         samples = read_json(self.paths.final / "stages" / SAMPLES, "samples")
-        if missing := write_report(self.paths.final, str(self.options.output), manifest, samples):
+        name = ", ".join([*self.options.inputs, *self.options.urls][:_NAMED])
+        if missing := write_report(self.paths.final, name, manifest, samples):
             self.console.print(missing)
 
     def refuse_nothing_left(self) -> None:

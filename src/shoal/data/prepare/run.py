@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
+from shoal.data.explain import PAGES_DIR
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
 from shoal.data.prepare.chain import read_chain
 from shoal.data.prepare.engine import Engine, Job, usable_cores
@@ -27,7 +28,7 @@ from shoal.data.prepare.plan import limit_ranges, refuse_wrong_keys
 from shoal.data.prepare.progress import summary_table
 from shoal.data.prepare.sources import SourceFile, find_sources, in_words, penn_treebank, refuse_changed
 from shoal.data.prepare.splits import SplitPlan, plan_split
-from shoal.data.prepare.steps import PAGES_DIR, REPORT, Paths, Ranges, cut_ranges, form_of
+from shoal.data.prepare.steps import REPORT, Paths, Ranges, cut_ranges, form_of
 from shoal.data.prepare.vocabulary import (
     FIT_BYTES,
     SAMPLE_BYTES,

@@ -17,8 +17,7 @@ from shoal.data.prepare.progress import RangeProgress
 from shoal.data.prepare.sources import SourceFile, WorkRange
 from shoal.runtime.files import read_json, write_json
 
-PAGES_DIR = "pages"  # inside the dataset folder: what was fetched, for another run
-REPORT = "report.html"  # beside it
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)
