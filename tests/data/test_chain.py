@@ -107,8 +107,9 @@ def test_n_grams_that_are_common_in_all_of_the_text_are_left_in(run, corpus):
         assert planted.PASSAGE in kept_text(dataset, rows[f"https://example.com/{n}"])
 
 
-@pytest.mark.parametrize("range_bytes", [20_000, 70_000, 1_000_000])
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize(
+    ("tokenizer", "range_bytes"), [("bytes", 20_000), ("bytes", 1_000_000), ("bpe", 50_000)]
+)
 def test_the_bytes_do_not_depend_on_the_ranges(run, tmp_path, range_bytes, tokenizer):
     size = {"vocab_size": 400} if tokenizer == "bpe" else {}
     whole = run(output=tmp_path / "whole", tokenizer=tokenizer, range_bytes=300_000, **size)[0]

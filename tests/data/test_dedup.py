@@ -353,6 +353,7 @@ print(peak[0])
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_two_million_documents_take_little_memory(tmp_path):
     rng, per_range = np.random.default_rng(0), 100_000

@@ -379,7 +379,7 @@ def journaled(folder):
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.proof)])
 def test_an_interruption_loses_no_page_and_fetches_none_twice(server, tmp_path, monkeypatch, number):
     tag, rng, folder = f"{number.name}", random.Random(5), tmp_path / "f"
     urls = [server.url(f"/later/{tag}{n}") for n in range(150)]

@@ -19,8 +19,8 @@ from shoal.cli.app import app
 from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
-from tests.data.ray_cluster import ROOT, two_nodes
 
+ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import json, sys
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole
 
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
     output, draw, kills = tmp_path / "d", random.Random(5), 0
-    for done in (0, 0, 1, 10, 25, 40, 60):  # committed ranges of about 75, then a little later
+    for done in (0, 1, 25, 60):  # committed ranges of about 75, then a little later
         process = start(corpus, output)
         while process.poll() is None and len(list(output.glob(".work/*/ranges/*.json"))) < done:
             time.sleep(0.01)
@@ -124,7 +124,7 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
     process = start(corpus, output)
     assert process.wait(timeout=120) == 0, process.communicate()[0]
     assert content(output) == whole
-    assert kills >= 4
+    assert kills >= 3
 
 
 def workers_of(process):
@@ -217,56 +217,3 @@ def test_a_worker_that_ends_by_itself_is_told_in_its_own_words(tmp_path, monkeyp
     job = engine.Job("tests.data.jobs:Broken", {})
     with pytest.raises(ShoalError, match="a worker process failed; what was done is kept:\nthis library is"):
         run_all(engine.Engine(tmp_path, 1), job, [{}])
-
-
-# --- Ray ---
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with two_nodes():
-        yield
-
-
-def test_a_ray_cluster_of_two_nodes_makes_the_same_dataset(cluster, corpus, whole, tmp_path):
-    made = options(corpus, tmp_path / "d", runner="ray", range_bytes=200_000)
-    run.prepare(made, Console(quiet=True))
-    assert content(tmp_path / "d") == whole
-
-
-def test_both_nodes_of_a_cluster_work_and_an_error_is_the_callers(cluster, tmp_path):
-    job = engine.Job("tests.data.jobs:Where", {"factor": 3})
-    found = run_all(engine.Engine(tmp_path, 1, "ray"), job, [{"value": n} for n in range(8)])
-    assert sorted(one["value"] for one in found) == [3 * n for n in range(8)]
-    assert len({one["node"] for one in found}) == 2
-    with pytest.raises(DataError, match="a negative value"):
-        run_all(engine.Engine(tmp_path, 1, "ray"), job, [{"value": -1}])
-
-
-def test_no_cluster_is_a_sentence(corpus, tmp_path):
-    env = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
-    arguments = ["prepare", str(corpus), "--output", str(tmp_path / "d"), "--tokenizer", "bytes"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments, "--runner", "ray"],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "no Ray cluster answers" in done.stderr
-    assert "ray start --head" in done.stderr
-
-
-def test_usage_reporting_of_ray_is_off_before_its_import(tmp_path, monkeypatch):
-    """A stand-in for Ray, first on the path, writes down what it would see."""
-    (tmp_path / "ray.py").write_text(
-        f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(os.environ['RAY_USAGE_STATS_ENABLED'])\n"
-        "raise ImportError('not the real one')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ShoalError, match="--runner ray needs Ray") as error:
-        run_all(engine.Engine(tmp_path, 1, "ray"), engine.Job("a:b", {}), [{}])
-    assert error.value.hint == "pip install 'shoal[ray]'"
-    assert (tmp_path / "seen").read_text() == "0"

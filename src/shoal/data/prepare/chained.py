@@ -32,6 +32,7 @@ from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format
 from shoal.data.prepare.passes import DUPLICATE, SortedRows, TextFiles, fates_path
 from shoal.data.prepare.plan import limit_ranges
+from shoal.data.prepare.progress import LINE_EVERY_S
 from shoal.data.prepare.read import PAGES, READ
 from shoal.data.prepare.report import write_report
 from shoal.data.prepare.samples import Samples
@@ -41,7 +42,7 @@ from shoal.data.prepare.stages.decontaminate import Decontaminate
 from shoal.data.prepare.steps import Paths, Ranges, cut_ranges, form_of
 from shoal.data.prepare.vocabulary import SAMPLE_BYTES
 from shoal.data.prepare.web.client import Fetch
-from shoal.data.prepare.web.fetch import fetch_all
+from shoal.data.prepare.web.fetch import Progress, fetch_all
 from shoal.data.prepare.web.links import Links, read_links
 from shoal.data.prepare.web.urls import Urls, filter_urls
 from shoal.data.prepare.work import pack_range, range_paths
@@ -111,12 +112,16 @@ class Chained:
         found = read_links(list(map(Path, self.options.urls)), self.chain.or_default(Links), links)
         kept = filter_urls(found, self.chain.or_default(Urls), urls)
         with self.timed("fetch"), self.console.status("fetching") as status:
-            got = fetch_all(
-                kept,
-                self.paths.output / PAGES_DIR,
-                self.chain.or_default(Fetch),
-                lambda progress: status.update(f"fetching: {progress}"),
-            )
+            last = time.monotonic()
+
+            def tell(progress: Progress) -> None:
+                nonlocal last
+                status.update(f"fetching: {progress}")
+                if not self.console.is_terminal and time.monotonic() - last > LINE_EVERY_S:
+                    last = time.monotonic()
+                    self.console.print(f"fetching: {progress}", highlight=False)
+
+            got = fetch_all(kept, self.paths.output / PAGES_DIR, self.chain.or_default(Fetch), tell)
         self.fetched = {"links": dict(links), "urls": dict(urls), "fetch": got.counters}
         for path in got.warcs:
             facts = path.stat()

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shoal.errors import counted
 
-_LINE_EVERY_S = 5.0
+LINE_EVERY_S = 5.0
 
 
 class RangeProgress:
@@ -49,7 +49,7 @@ class RangeProgress:
         self._done = max(self._done, done_bytes)
         self._bar.update(self._task, completed=self._done, speed=self.speed())
         now = time.monotonic()
-        if not self._console.is_terminal and (now - self._last_line > _LINE_EVERY_S or finished):
+        if not self._console.is_terminal and (now - self._last_line > LINE_EVERY_S or finished):
             self._last_line = now
             self._console.print(
                 f"{self._what} {self._done / self._total:4.0%}  {self.speed()}", highlight=False
