@@ -20,6 +20,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ def prepare(text: Path, output: Path, *options: str) -> dict[str, Any]:
     """Run `shoal prepare`; return its seconds and the most anonymous memory its processes had together."""
     command = [sys.executable, "-m", "shoal", "prepare", str(text), "--output", str(output), *options]
     began = time.monotonic()
-    process = subprocess.Popen([*command, "--separator", SEPARATOR], stderr=subprocess.DEVNULL)
-    peak, done = [0], threading.Event()
-    watcher = threading.Thread(target=_watch, args=(process.pid, peak, done))
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    peaks, done = Counter[str](), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(process.pid, output, peaks, done))
     watcher.start()
     status = process.wait()
     seconds = time.monotonic() - began
@@ -69,13 +70,16 @@ def prepare(text: Path, output: Path, *options: str) -> dict[str, Any]:
     return {
         "seconds": round(seconds, 1),
         "megabytes_per_s": round(megabytes / seconds, 2),
-        "peak_bytes": peak[0],
+        "peak_bytes": max(peaks.values()),
+        "peak_bytes_of": dict(peaks),
     }
 
 
-def _watch(pid: int, peak: list[int], done: threading.Event) -> None:
+def _watch(pid: int, output: Path, peaks: Counter[str], done: threading.Event) -> None:
+    """Note the most anonymous memory before the first file of tokens is there, and after."""
     while not done.wait(POLL_S):
-        peak[0] = max(peak[0], sum(_anonymous_bytes(one) for one in _family(pid)))
+        step = "tokenise" if any(output.glob(".work/*/ranges/*")) else "before"
+        peaks[step] = max(peaks[step], sum(_anonymous_bytes(one) for one in _family(pid)))
 
 
 def _family(pid: int) -> list[int]:
@@ -124,11 +128,12 @@ def main() -> None:
         folder = Path(name)
         write_text(folder / "part.txt", TRAINED_MB)
         write_text(folder / "text.txt", wish.megabytes)
-        trained = prepare(folder / "part.txt", folder / "trained", "--vocab-size", "32000")
+        cut = ("--separator", SEPARATOR)
+        trained = prepare(folder / "part.txt", folder / "trained", *cut, "--vocab-size", "32000")
         samples, peers = [], []
         for repeat in range(wish.repeats):
             output = folder / f"data{repeat}"
-            samples.append(prepare(folder / "text.txt", output, "--tokenizer", str(folder / "trained")))
+            samples.append(prepare(folder / "text.txt", output, *cut, "--tokenizer", str(folder / "trained")))
             peers.append(peer(folder / "trained/tokenizer.json", PEER_MB))
             print(json.dumps(samples[-1]), f"tokenizers: {peers[-1]} MB/s", flush=True)
     rate = statistics.median(sample["megabytes_per_s"] for sample in samples)

@@ -138,6 +138,7 @@ ENTRIES = {
     "hook": _module("hook", 3, "src/shoal/parallel/apply.py", *ALL_REDUCE),
     "interop": _module("interop", 5, "src/shoal/interop", *SAVING),
     "kill_storm": Entry(PROOF, 8, ("benchmarks/kill_storm.py", *SAVING, *STARTING)),
+    "large_corpus": _module("large_corpus", 30, "src/shoal/data/prepare"),
     "layouts": _module("layouts", 20, "benchmarks/bare_tensor_parallel.py", *SETTINGS, *STEP, *ALL_REDUCE),
     "memory": _module("memory", 2, "src/shoal/models", "src/shoal/scoring.py"),
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
