@@ -51,7 +51,7 @@ ROOMS = (
 )
 WHOLE = Room("whole", ["."], 30_900)
 BESIDE = (
-    Room("benchmarks", ["benchmarks"], 3_500),
+    Room("benchmarks", ["benchmarks"], 3_600),
     Room("tools", ["tools"], 1_800),
     Room("tests", ["tests"], 28_900),
 )
