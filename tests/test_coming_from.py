@@ -74,7 +74,7 @@ def test_a_setting_that_does_not_exist_is_found(page):
     "page",
     [
         "| a | `shoal prepare --text-keys` |",
-        "Try `shoal explain`.",
+        "Try `shoal translate`.",
         "```sh\nshoal train gpt2 --train.stepz 3\n```",
         "Try `shoal train gpt3`.",
     ],

@@ -38,7 +38,7 @@ ROOMS = (
     Room("networks", ["networks"], 700),
     Room("interop", ["interop"], 950),
     Room("data", ["data", "scoring"], 1_800, but=("data/prepare",)),
-    Room("prepare", ["data/prepare"], 3_600, but=STAGES),
+    Room("prepare", ["data/prepare"], 3_700, but=STAGES),
     Room("stages", STAGES[:2], 1_700),
     Room("web", STAGES[2:], 1_300),
     Room("page", ["page"], 120),

@@ -43,7 +43,7 @@ def test_the_digits_are_learned_with_every_seed(tmp_path):
         "--data",
         str(data),
         "--epochs",
-        "3",
+        "2",
         "--seeds",
         "2",
         "--lr",
@@ -58,9 +58,9 @@ def test_the_digits_are_learned_with_every_seed(tmp_path):
     assert [cell["settings"]["train.seed"] for cell in (first, second)] == ["1", "2"]
     assert first["losses"] != second["losses"]  # of other weights and another order
     for cell in (first, second):
-        assert [point["step"] for point in cell["curve"]] == [0, 12, 24, 36]  # 1,438 examples by 128
+        assert [point["step"] for point in cell["curve"]] == [0, 12, 24]  # 1,438 examples by 128
         assert cell["curve"][1]["epoch"] == pytest.approx(12 * 128 / 1438)
-        assert cell["curve"][-1]["accuracy"] > 0.8  # a tenth by chance
+        assert cell["curve"][-1]["accuracy"] > 0.7  # a tenth by chance
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

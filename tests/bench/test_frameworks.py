@@ -223,6 +223,7 @@ class Adapter:
     assert cores == [2]
 
 
+@pytest.mark.proof
 def test_workers_compute_what_one_does_except_for_batch_statistics(described):
     """Without batch statistics the reference is PyTorch's row of one worker, with them its own."""
     options = described(DENSE, NORMED, workers=(1, 2), threads=(2,))

@@ -66,6 +66,7 @@ def test_each_planted_document_ends_where_it_should_and_the_counts_add_up(run):
         if kind in ("equal", "near"):
             twin = rows[fate["twin"]]
             assert twin["number"] < fate["number"]
+            assert twin["stage"] or twin["cluster"] == fate["cluster"] > 1
             assert fate["exact"] == 1.0 if kind == "equal" else 0.9 < fate["exact"] < 1.0
     counted = Counter(kind for _, kind in made)
     counters = dataset.manifest["counters"]
@@ -134,10 +135,24 @@ def test_the_first_documents_are_used_with_a_limit(run):
     assert dataset.manifest["counters"]["documents_read"] == 51  # and a broken line
 
 
-def test_a_limit_is_refused_where_there_are_pages(prepare, tmp_path):
-    (tmp_path / "a.html").write_text("<p>text</p>")
-    with pytest.raises(ConfigError, match=r"--limit counts documents of text, and .*a\.html holds pages"):
-        prepare(tmp_path / "a.html", web=True, limit=3)
+@pytest.mark.parametrize("range_bytes", [20_000, 300_000])
+def test_a_limit_counts_pages_and_texts_alike_for_any_ranges(prepare, corpus, tmp_path, range_bytes):
+    """A document that is dropped when it is read does not count."""
+    for n in range(5):
+        page = f"<html><body><article>{('<p>' + 'word ' * 40 + f'{n}</p>') * 5}</article></body></html>"
+        (corpus / f"b{n}.html").write_text(page if n != 2 else " ")
+    (tmp_path / "s.toml").write_text('[extract]\nengine = "resiliparse"\n')
+    dataset, _ = prepare(corpus, stages=tmp_path / "s.toml", limit=404, split="1", range_bytes=range_bytes)
+    counters = dataset.manifest["counters"]
+    assert (counters["documents_kept"], counters["filtered"], counters["rejected"]) == (404, 1, 3)
+
+
+def test_pages_are_read_as_text_without_the_stage_that_extracts_them(run, corpus):
+    (corpus / "p.html").write_text("<p>" + "some text " * 60 + "</p>")
+    dataset, _ = run(corpus / "p.html", split="1")
+    rows = table_of(dataset)
+    assert [row["stage"] for row in rows] == [None]
+    assert kept_text(dataset, rows[0]).startswith("<p>some text")
 
 
 @pytest.mark.parametrize("stages", [True, False])
@@ -177,7 +192,7 @@ def test_a_split_by_tokens_gives_no_places(run):
 def test_the_same_command_again_has_nothing_to_do_and_another_chain_is_refused(run, corpus):
     run()
     assert "up to date" in run()[1]
-    (corpus / "evaluation.txt").write_text("something else entirely")
+    (corpus / "evaluation.txt").write_text("something else entirely " * 9)
     with pytest.raises(InputError, match="made with other options: stage_files was"):
         run()
 
@@ -220,14 +235,24 @@ def test_a_stage_that_drops_nearly_all_is_reported(run, corpus):
         ("[length]\n[extract]", "extract comes after length", r"put \[extract\] before"),
         ("[length", "is not TOML", "--show-stages"),
         ("[decontaminate]", "decontaminate.files = ", "Evaluation files"),
+        ("[length]\n# no [quality]", "has no stage quality, whose kind is given", r"add \[quality\]"),
+        ("quality = 5", "quality is not a table", r"write \[quality\]"),
     ],
 )
 def test_a_bad_chain_is_a_sentence(tmp_path, toml, said, hint):
     (tmp_path / "my.toml").write_text(toml)
     with pytest.raises(ConfigError, match=said) as error:
-        read_chain(tmp_path / "my.toml", {})
+        read_chain(tmp_path / "my.toml", {"quality": {"kind": "code"}} if "quality" in toml else {})
     assert "my.toml" in error.value.message
     assert __import__("re").search(hint, error.value.hint)
+
+
+def test_a_kind_is_for_the_stages_that_are_there_and_languages_add_theirs(tmp_path):
+    (tmp_path / "my.toml").write_text("[quality]")
+    kind = {"language": {"kind": "code"}, "quality": {"kind": "code"}}
+    assert list(read_chain(tmp_path / "my.toml", kind).stages) == ["quality"]
+    kept = read_chain(tmp_path / "my.toml", {"language": {"keep": ["en"]}})
+    assert list(kept.stages) == ["quality", "language"]
 
 
 def test_the_order_of_the_tables_is_that_of_the_stages(tmp_path):
@@ -265,6 +290,32 @@ def test_memory_is_given_with_a_unit():
         PrepareOptions(("a",), Path("d"), max_memory=text).memory_bytes for text in ("2GB", "1.5g", "300M")
     ]
     assert sizes == [2_000_000_000, 1_500_000_000, 300_000_000]
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "said"),
+    [
+        ("[length]", {"tokenizer": "gtp2"}, "--tokenizer gtp2 is neither a file nor one of"),
+        ('[decontaminate]\nfiles = ["gone.txt"]', {}, "gone.txt cannot be read"),
+        ('[dedup]\nagainst = ["gone"]', {}, "gone"),
+        ("[length]", {"urls": ("a.txt",)}, r"--urls gives pages, and .* has no \[extract\]"),
+    ],
+)
+def test_what_cannot_work_is_told_before_the_work(run, corpus, monkeypatch, stages, options, said):
+    (corpus / "stages.toml").write_text(stages)
+    monkeypatch.setattr("shoal.data.prepare.chained.Chained.read", lambda made: pytest.fail("it began"))
+    with pytest.raises(InputError, match=said):
+        run(**options)
+
+
+def test_a_report_that_cannot_be_made_keeps_no_dataset_back(run, monkeypatch):
+    def fail(*_):
+        raise DataError("a damaged table")
+
+    monkeypatch.setattr("shoal.data.prepare.chained.write_report", fail)
+    dataset, printed = run()
+    assert "no report.html: a damaged table" in printed
+    assert not (dataset.path / "report.html").exists()
 
 
 # --- the commands ---

@@ -109,12 +109,16 @@ def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):
             time.sleep(0.01)
         process.kill()
         process.communicate()
+        assert process.returncode == -9
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+        server_saw = server.requests()
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())
     stages = {record["stage"]: record.get("counters") for record in manifest["lineage"]}
-    assert stages["links"]["links"] == 62
-    assert stages["fetch"]["ok"] == 60
+    assert stages["links"] == {"documents": 62, "dropped": 0, "reasons": {}}
+    assert (stages["fetch"]["documents"], stages["fetch"]["dropped"]) == (62, 2)
+    twice = [n for n in range(60) if server_saw[f"/large/{n}"] > 1]
+    assert len(twice) <= 2  # those that were in flight when the kill came
     assert manifest["counters"]["documents_read"] == 60
     assert list((tmp_path / "d/pages").glob("*.warc.gz"))
     assert os.path.getsize(tmp_path / "d/train.bin")

@@ -48,7 +48,9 @@ def _of_table(dataset: Dataset, doc: str) -> Facts:
     except InputError:
         if (facts := _not_fetched(dataset.path, doc)) is None:
             raise
-        return facts
+        if facts["reason"] != "ok":
+            return facts
+        found = table.find(facts["final_url"])  # it was redirected
     facts = asdict(found)
     if found.twin is not None:
         twin = asdict(table.row(found.twin))
@@ -67,8 +69,8 @@ def _not_fetched(path: Path, doc: str) -> Facts | None:
     with reading(manifest), manifest.open("rb") as file:
         for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
             if key in line and (facts := json.loads(line))["url"] == doc:
-                why = {"reason": facts["reason"], "detail": facts["detail"]}
-                return {"number": None, "from": doc, "stage": "fetch", "status": facts["status"], **why}
+                why = {name: facts[name] for name in ("reason", "detail", "status", "final_url")}
+                return {"number": None, "from": doc, "stage": "fetch", **why}
     return None
 
 

@@ -34,6 +34,7 @@ AFTER = {  # with all documents in view: in this order, after those
     "decontaminate": f"{_HERE}.stages.decontaminate:Decontaminate",
 }
 STAGES = BEFORE | ROWS | AFTER
+_PATHS = ("files", "domain_files", "extension_files", "against", "tokenizer")  # settings that name files
 _MAX_BYTES = 1 << 20
 Kind = TypeVar("Kind", bound=StageSettings)
 
@@ -43,6 +44,11 @@ class Chain:
     """Settings of the stages by name, in the order in which they run."""
 
     stages: dict[str, StageSettings]
+
+    @property
+    def takes_pages(self) -> bool:
+        """Tell whether web pages are extracted."""
+        return "extract" in self.stages
 
     def get(self, kind: type[Kind]) -> Kind | None:
         """Return the settings of a stage, if it is in the chain."""
@@ -65,12 +71,11 @@ class Chain:
 
     def resolved(self, say: Callable[[str], None]) -> Chain:
         """Return the chain with the settings that depend on what this machine has; call it once."""
-        return Chain({name: stage.resolved(say) for name, stage in self.stages.items()})
+        return Chain({name: _absolute(stage).resolved(say) for name, stage in self.stages.items()})
 
     def files(self) -> list[str]:
         """Return the files and datasets that settings name; another content gives another dataset."""
-        names = ("files", "domain_files", "extension_files", "against", "tokenizer")
-        found = [getattr(stage, name, ()) for stage in self.stages.values() for name in names]
+        found = [getattr(stage, name, ()) for stage in self.stages.values() for name in _PATHS]
         several = [(one,) if isinstance(one, str) else one for one in found]
         return [file for files in several for file in files if Path(file).exists()]
 
@@ -98,8 +103,27 @@ def read_chain(path: Path | None, changes: Mapping[str, Mapping[str, Any]]) -> C
             f"{source} is not TOML: {error}", hint="see `shoal prepare --show-stages`"
         ) from error
     for name, more in changes.items():
-        values[name] = {**values.get(name, {}), **more}
+        if name == "language" and name not in values and "keep" not in more:
+            continue  # --kind is for the stages that are there
+        if name not in values and name != "language":
+            raise ConfigError(
+                f"{source} has no stage {name}, whose {', '.join(more)} is given", hint=f"add [{name}] to it"
+            )
+        values[name] = {**_settings(name, values.get(name, {}), str(source)).model_dump(), **more}
     return _build(values, str(source))
+
+
+def _absolute(stage: StageSettings) -> StageSettings:
+    """Return settings with absolute paths: workers of a cluster have other current folders."""
+    update: dict[str, Any] = {}
+    for name in (name for name in _PATHS if name in type(stage).model_fields):
+        value = getattr(stage, name)
+        paths = [
+            str(Path(one).absolute()) if Path(one).exists() else one
+            for one in ([value] if isinstance(value, str) else value)
+        ]
+        update[name] = paths[0] if isinstance(value, str) else tuple(paths)
+    return stage.model_copy(update=update)
 
 
 def chain_of(values: Mapping[str, Mapping[str, Any]]) -> Chain:

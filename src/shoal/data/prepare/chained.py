@@ -23,17 +23,16 @@ from shoal.data.explain import PAGES_DIR
 from shoal.data.permutation import permute
 from shoal.data.prepare.chain import Chain, stage_class
 from shoal.data.prepare.decisions import DECISIONS, TABLE, DecisionsWriter
-from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
-from shoal.data.prepare.dedup.find import PARAGRAPHS_NAME, find_duplicates
+from shoal.data.prepare.dedup.find import find_duplicates
 from shoal.data.prepare.dedup.settings import DedupSettings
 from shoal.data.prepare.engine import Engine, Job
-from shoal.data.prepare.kinds import has_pages
+from shoal.data.prepare.lineage import shown
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format
-from shoal.data.prepare.passes import DUPLICATE, SortedRows, TextFiles, fates_path
+from shoal.data.prepare.passes import DUPLICATE, Duplicates, SortedRows, TextFiles, fates_path
 from shoal.data.prepare.plan import limit_ranges
 from shoal.data.prepare.progress import LINE_EVERY_S
-from shoal.data.prepare.read import PAGES, READ
+from shoal.data.prepare.read import PAGES, READ, count_documents
 from shoal.data.prepare.report import write_report
 from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.sources import SourceFile
@@ -46,7 +45,7 @@ from shoal.data.prepare.web.fetch import Progress, fetch_all
 from shoal.data.prepare.web.links import Links, read_links
 from shoal.data.prepare.web.urls import Urls, filter_urls
 from shoal.data.prepare.work import pack_range, range_paths
-from shoal.errors import ConfigError, DataError, counted
+from shoal.errors import DataError, ShoalError, counted
 from shoal.runtime.files import read_json, write_json
 
 SAMPLES = "samples.json"
@@ -68,7 +67,7 @@ class Chained:
     engine: Engine
     console: Console
     summaries: list[dict[str, Any]] = field(default_factory=list)  # of pass 1
-    fetched: dict[str, dict[str, int]] = field(default_factory=dict)  # counters of links, urls and fetch
+    fetched: dict[str, dict[str, Any]] = field(default_factory=dict)  # counters of links, urls and fetch
 
     @property
     def texts(self) -> Path:
@@ -82,12 +81,13 @@ class Chained:
 
     @cached_property
     def duplicates(self) -> SortedRows:
-        return SortedRows(self._duplicates_file, DUPLICATES)
+        return Duplicates(self._found).rows
 
     @property
-    def _duplicates_file(self) -> str | None:
+    def _found(self) -> str | None:
+        """Return the folder of what find_duplicates found."""
         note = self.paths.work / "duplicates.json"
-        return str(read_json(note, "work note")) if note.exists() else None
+        return str(self.paths.work.absolute() / read_json(note, "work note")) if note.exists() else None
 
     @property
     def _times(self) -> Path:
@@ -122,23 +122,23 @@ class Chained:
                     self.console.print(f"fetching: {progress}", highlight=False)
 
             got = fetch_all(kept, self.paths.output / PAGES_DIR, self.chain.or_default(Fetch), tell)
-        self.fetched = {"links": dict(links), "urls": dict(urls), "fetch": got.counters}
-        for path in got.warcs:
+        counted_by = {"links": (links, "links"), "urls": (urls, "kept"), "fetch": (got.counters, "ok")}
+        self.fetched = {name: _before(dict(found), kept) for name, (found, kept) in counted_by.items()}
+        first = sum(source.role == "main" for source in self.sources)  # those of other splits come last
+        for place, path in enumerate(got.warcs, start=first):
             facts = path.stat()
-            where = str(path.absolute())
-            self.sources.append(SourceFile(where, "main", "warc.gz", facts.st_size, facts.st_mtime_ns))
+            found_page = SourceFile(str(path.absolute()), "main", "warc.gz", facts.st_size, facts.st_mtime_ns)
+            self.sources.insert(place, found_page)
 
     def read(self) -> None:
         """Run pass 1."""
         self.texts.mkdir(exist_ok=True)
         ranges = cut_ranges(self.options, self.sources, self.paths, cuttable=False)
         if self.options.limit is not None:
-            if page := next((source.path for source in self.sources if has_pages(source.kind)), None):
-                raise ConfigError(
-                    f"--limit counts documents of text, and {page} holds pages", hint="leave it out"
-                )
             form = Format(**form_of(self.options), cut=None)
-            ranges = limit_ranges(ranges, dict(enumerate(self.sources)), form, self.options.limit)
+            ranges = limit_ranges(
+                ranges, dict(enumerate(self.sources)), form, self.options.limit, count_documents
+            )
         spec = {"folder": str(self.texts.absolute()), "form": form_of(self.options)}
         spec["chain"] = self.chain.to_dict()
         with self.timed("read"):
@@ -168,7 +168,7 @@ class Chained:
             found = find_duplicates(
                 folder.absolute(), ranges, settings, run_jobs, self.options.memory_bytes, self._say
             )
-        write_json(note, str(found))
+        write_json(note, str(found.parent.relative_to(self.paths.work.absolute())))
 
     def _say(self, words: str) -> None:
         self.console.print(f"duplicates: {words}", highlight=False)
@@ -176,15 +176,11 @@ class Chained:
     def tokenise(self, tokenizer: Path) -> list[dict[str, Any]]:
         """Run pass 2; return the summaries."""
         cleaner = self.chain.get(Decontaminate)
-        paragraphs = (
-            Path(self._duplicates_file or "").with_name(PARAGRAPHS_NAME) if self._duplicates_file else None
-        )
         spec = {
             "texts": str(self.texts.absolute()),
             "tokens": str(self.paths.ranges.absolute()),
             "tokenizer": str(tokenizer.absolute()),
-            "duplicates": self._duplicates_file,
-            "paragraphs": str(paragraphs) if paragraphs and paragraphs.exists() else None,
+            "duplicates": self._found,
             "decontaminate": cleaner.model_dump(mode="json") if cleaner else None,
             "common": self._common(cleaner) if cleaner else [],
         }
@@ -209,7 +205,7 @@ class Chained:
             total = Counter[str]()
             spec = {
                 "texts": str(self.texts.absolute()),
-                "duplicates": self._duplicates_file,
+                "duplicates": self._found,
                 "decontaminate": cleaner.model_dump(mode="json"),
             }
             items = [{"index": s["index"], "first": self.starts[n]} for n, s in enumerate(self.summaries)]
@@ -235,24 +231,21 @@ class Chained:
         order = np.argsort(permute(np.arange(blocks, dtype=np.int64), blocks, self.options.seed, "sample"))
         taken = 0
         for block in order.tolist():
-            texts = self._texts_between(block * _BLOCK, min((block + 1) * _BLOCK, last))
-            taken += sum(len(text.encode()) for text in texts)
-            if texts:
-                yield texts
-            if taken >= budget:
-                return
+            for text in self._texts_between(block * _BLOCK, min((block + 1) * _BLOCK, last)):
+                taken += len(text.encode())
+                yield [text]
+                if taken >= budget:
+                    return
 
-    def _texts_between(self, first: int, last: int) -> list[str]:
-        """Return the texts of the documents from number `first` up to `last` that are kept."""
+    def _texts_between(self, first: int, last: int) -> Iterator[str]:
+        """Yield the texts of the documents from number `first` up to `last` that are kept."""
         gone = set(self.duplicates.between(first, last)["number"].to_pylist())
-        texts: list[str] = []
         place = int(np.searchsorted(self.starts, first, side="right")) - 1
         while place < len(self.summaries) and (start := self.starts[place]) < last:
             files = TextFiles(self.texts, self.summaries[place]["index"])
             rows = files.texts(first - start, last - start, self.summaries[place]["batches"])
-            texts += [text for row, text in rows if text and start + row not in gone]
+            yield from (text for row, text in rows if text and start + row not in gone)
             place += 1
-        return texts
 
     # --- the end ---
 
@@ -309,22 +302,38 @@ class Chained:
         """Write the page about what became of the documents, where the packages for it are installed."""
         samples = read_json(self.paths.final / "stages" / SAMPLES, "samples")
         name = ", ".join([*self.options.inputs, *self.options.urls][:_NAMED])
-        if missing := write_report(self.paths.final, name, manifest, samples):
-            self.console.print(missing)
+        try:
+            missing = write_report(self.paths.final, shown(name), manifest, samples)
+        except (ShoalError, OSError, ValueError) as error:  # of texts that are strangers'
+            missing = f"no report.html: {error}"
+        if missing:
+            self.console.print(missing, markup=False)
 
     def refuse_nothing_left(self) -> None:
         """Raise a DataError that names the stage that dropped most."""
         records = [record for record in self._records() if "dropped" in record["counters"]]
+        records = [record for record in records if record["stage"] not in self.fetched]
         total = records[0]["counters"]["documents"]
         if not total:
             raise DataError("there is no document in the input", hint="check what it holds")
         most = max(records, key=lambda record: record["counters"]["dropped"])
+        if not most["counters"]["dropped"]:
+            raise DataError("there is no document in the main input", hint="check what it holds")
         reason, number = max(most["counters"]["reasons"].items(), key=lambda item: item[1])
         raise DataError(
             f"no document is left of {total:,}: {most['stage']} dropped {most['counters']['dropped']:,}, "
             f"{number:,} of them because of: {reason}",
             hint=f"change the settings of {most['stage']}: `shoal prepare --show-stages` prints them",
         )
+
+
+def _before(counters: dict[str, int], kept: str) -> dict[str, Any]:
+    """Return the counters of a stage before the documents: what it got and dropped, by reason."""
+    reasons = {
+        name: number for name, number in sorted(counters.items()) if number and name not in (kept, "urls")
+    }
+    dropped = sum(reasons.values())
+    return {"documents": counters.get(kept, 0) + dropped, "dropped": dropped, "reasons": reasons}
 
 
 class Funnel:

@@ -20,7 +20,7 @@ from shoal.runtime.files import atomic_write, read_error, read_json
 
 TABLE = "documents.parquet"  # in the folder `stages`
 ROWS = 1 << 14  # of a row group, but for the last
-_MAX_GROUP = 64 << 20  # bytes of a row group, uncompressed: what the limits below allow
+_MAX_GROUP = 256 << 20  # bytes of a row group, uncompressed: what the limits below allow
 _MOST = {"url": 2048, "stage": 64, "reason": 128, "detail": 512, "language": 64}  # characters
 _SAME_HOST = 1000  # URLs that are looked at for one that was meant
 DECISIONS = pa.schema(

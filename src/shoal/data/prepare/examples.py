@@ -48,6 +48,11 @@ _FOR_TEXT = (
     "max_rejected_share",
     "workers",
     "ext",
+    "runner",
+    "web",
+    "stages",
+    "urls",
+    "shuffle",
 )
 _WANTED = "arrays x and y, or x_train, y_train and perhaps x_test, y_test"
 Found = tuple[bool, NDArray[Any], NDArray[Any]]  # whether they are test examples, inputs, labels

@@ -112,7 +112,7 @@ def build_manifest(
                 name: counters[name] for name in ("documents_read", "rejected", "empty", "bytes_read")
             },
             "files": [
-                {"path": _shown(s.path), "role": s.role, "bytes": s.size, "documents": documents_of[number]}
+                {"path": shown(s.path), "role": s.role, "bytes": s.size, "documents": documents_of[number]}
                 for number, s in enumerate(sources)
             ],
         },
@@ -146,7 +146,7 @@ def build_manifest(
     return manifest, stages
 
 
-def _shown(path: str) -> str:
+def shown(path: str) -> str:
     """Return a path as text, though a file's name need not be UTF-8."""
     return path.encode(errors="surrogateescape").decode(errors="replace")
 

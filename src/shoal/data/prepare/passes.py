@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from shoal.data.prepare.chain import chain_of
 from shoal.data.prepare.decisions import DECISIONS
+from shoal.data.prepare.dedup.find import CLUSTERS, CLUSTERS_NAME, DECISIONS_NAME, OLD_KEY, PARAGRAPHS_NAME
 from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
-from shoal.data.prepare.dedup.find import OLD_KEY
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.paragraphs import CUTS, without_paragraphs
 from shoal.data.prepare.dedup.ranges import RangeFiles
@@ -32,7 +32,7 @@ from shoal.data.prepare.read import READ, document_batches
 from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.sources import SourceFile, WorkRange
 from shoal.data.prepare.stages.decontaminate import Decontaminate
-from shoal.data.prepare.stages.documents import DOCUMENTS, dropped, facts_of, with_columns
+from shoal.data.prepare.stages.documents import DOCUMENTS, Stage, dropped, facts_of, with_columns
 from shoal.data.prepare.work import range_paths, tokenise_stage, tokenised_schema
 from shoal.data.tokenizer import load_tokenizer
 from shoal.runtime.files import atomic_write, write_json
@@ -138,20 +138,49 @@ class TextWorker:
         return pa.RecordBatch.from_arrays([*columns, pa.array(chars)], schema=TEXTS)
 
 
+class Duplicates:
+    """What was found with all documents in view: which ones go, and which of their paragraphs."""
+
+    def __init__(self, folder: str | None) -> None:
+        """Read the files that `find_duplicates` wrote into a folder; None drops nothing."""
+        place = Path(folder) if folder else None
+        self.rows = SortedRows(place and place / DECISIONS_NAME, DUPLICATES)
+        self.clusters = SortedRows(place and place / CLUSTERS_NAME, CLUSTERS)
+        self._paragraphs = SortedRows(place and place / PARAGRAPHS_NAME, CUTS)
+        self._old = json.loads(self.rows.metadata.get(OLD_KEY, b"[]"))
+
+    def drop(self, batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
+        """Drop duplicates of a batch (DOCUMENTS) whose first document is number `first`; cut paragraphs."""
+        found = self.rows.between(first, first + len(batch))
+        if len(found):
+            columns = {name: batch.column(name).to_pylist() for name in ("text", "stage", "reason", "detail")}
+            for fact in found.to_pylist():
+                row = fact["number"] - first
+                columns["text"][row], columns["detail"][row] = None, _old_twin(fact["twin"], self._old)
+                columns["stage"][row], columns["reason"][row] = fact["stage"], fact["reason"]
+            batch = with_columns(batch, columns)
+        cuts = self._paragraphs.between(first, first + len(batch))
+        if len(cuts):
+            texts = batch.column("text").to_pylist()
+            for fact in cuts.to_pylist():
+                if (text := texts[row := fact["number"] - first]) is not None:
+                    texts[row] = without_paragraphs(text, fact["cut"])
+            batch = with_columns(batch, {"text": texts})
+        return without_empty(batch)
+
+
 class TokenWorker:
     """Pass 2 on one range after the other."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        """Take `texts` and `tokens` (folders), `tokenizer`, `duplicates` and `paragraphs` (files, or None),
+        """Take `texts` and `tokens` (folders), `tokenizer` (a file), `duplicates` (a folder, or None),
         `decontaminate` (settings, or None) and `common`, the n-grams that it ignores."""
         self._texts, self._tokens = Path(spec["texts"]), Path(spec["tokens"])
         tokenizer = load_tokenizer(Path(spec["tokenizer"]))
         self._schema, self._tokenise = tokenised_schema(tokenizer.vocab_size), tokenise_stage(tokenizer)
-        self._duplicates = SortedRows(spec["duplicates"], DUPLICATES)
-        self._paragraphs = SortedRows(spec["paragraphs"], CUTS)
-        self._old = json.loads(self._duplicates.metadata.get(OLD_KEY, b"[]"))
+        self._duplicates = Duplicates(spec["duplicates"])
         cleaner = Decontaminate(**spec["decontaminate"]) if spec["decontaminate"] else None
-        self._decontaminate = cleaner.start(spec["common"]) if cleaner else None
+        self._decontaminate = [cleaner.start(spec["common"]), without_empty] if cleaner else []
 
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
         """Process and commit the range `index`, whose documents have the numbers from `first`."""
@@ -166,13 +195,16 @@ class TokenWorker:
         ):
             for held in TextFiles(self._texts, index).batches():
                 check(0)
-                found = self._duplicates.between(first, first + len(held))
-                batch = self._decide(_documents(held), first, found, samples)
+                batch = _documents(held)
+                stages: list[Stage] = [partial(self._duplicates.drop, first=first), *self._decontaminate]
+                for run_stage in stages:
+                    before, batch = batch, run_stage(batch)
+                    samples.take(before, batch, first)
                 kept = batch.column("stage").is_null()
                 chars = pc.if_else(kept, pc.utf8_length(batch.column("text")), held.column("chars"))
                 tokens = self._tokenise(_parsed(batch))
                 out.write_batch(tokens)
-                fates.write_batch(_fates(batch, chars, first, found))
+                fates.write_batch(_fates(batch, chars, first, self._duplicates))
                 counts.update(_count(batch), tokens=len(tokens.column("tokens").flatten()))
                 documents_of.update(batch.column("file").filter(kept).to_pylist())
                 first += len(batch)
@@ -182,36 +214,13 @@ class TokenWorker:
         write_json(summary_path, summary)
         return summary
 
-    def _decide(self, batch: pa.RecordBatch, first: int, found: pa.Table, samples: Samples) -> pa.RecordBatch:
-        """Drop duplicates; cut out paragraphs and passages of evaluation files."""
-        before = batch
-        if len(found):
-            columns = {name: batch.column(name).to_pylist() for name in ("text", "stage", "reason", "detail")}
-            for fact in found.to_pylist():
-                row = fact["number"] - first
-                columns["text"][row], columns["detail"][row] = None, _old_twin(fact["twin"], self._old)
-                columns["stage"][row], columns["reason"][row] = fact["stage"], fact["reason"]
-            batch = with_columns(batch, columns)
-            samples.take(before, batch, first)
-        cuts = self._paragraphs.between(first, first + len(batch))
-        if len(cuts):
-            texts = batch.column("text").to_pylist()
-            for fact in cuts.to_pylist():
-                if (text := texts[row := fact["number"] - first]) is not None:
-                    texts[row] = without_paragraphs(text, fact["cut"])
-            batch = with_columns(batch, {"text": texts})
-        if self._decontaminate is not None:
-            before, batch = batch, self._decontaminate(batch)
-            samples.take(before, batch, first)
-        return without_empty(batch)
-
 
 class CountWorker:
     """Counts n-grams of evaluation files in the texts of one range after the other."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        """Take `texts`, a folder, `duplicates`, a file or None, and `decontaminate`, settings."""
-        self._texts, self._duplicates = Path(spec["texts"]), SortedRows(spec["duplicates"], DUPLICATES)
+        """Take `texts`, a folder, `duplicates`, a folder or None, and `decontaminate`, settings."""
+        self._texts, self._duplicates = Path(spec["texts"]), Duplicates(spec["duplicates"])
         self._count = Decontaminate(**spec["decontaminate"]).counting()
 
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
@@ -219,8 +228,7 @@ class CountWorker:
         total, first = Counter[str](), item["first"]
         for batch in TextFiles(self._texts, item["index"]).batches():
             check(0)
-            gone = self._duplicates.between(first, first + len(batch))["number"].to_numpy() - first
-            total.update(self._count(batch.filter(pa.array(~np.isin(np.arange(len(batch)), gone)))))
+            total.update(self._count(self._duplicates.drop(_documents(batch), first)))
             first += len(batch)
         return {"counts": total}
 
@@ -228,8 +236,9 @@ class CountWorker:
 class SortedRows:
     """The rows of an Arrow file that is sorted by `number`, mapped into memory; none without a file."""
 
-    def __init__(self, path: str | None, schema: pa.Schema) -> None:
-        self._table = pa.ipc.open_file(pa.memory_map(path)).read_all() if path else schema.empty_table()
+    def __init__(self, path: Path | None, schema: pa.Schema) -> None:
+        there = path is not None and path.exists()
+        self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all() if there else schema.empty_table()
         self.metadata = self._table.schema.metadata or {}
         self._numbers = self._table.column("number").to_numpy()
 
@@ -303,17 +312,21 @@ def _text_bytes(batch: pa.RecordBatch) -> int:
     return pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0
 
 
-def _fates(batch: pa.RecordBatch, chars: pa.Array, first: int, found: pa.Table) -> pa.RecordBatch:
-    """Return the rows of the table of documents for a batch; `found` are those of its duplicates."""
-    facts, rows = facts_of(batch), (found["number"].to_numpy() - first).tolist()
+def _fates(batch: pa.RecordBatch, chars: pa.Array, first: int, duplicates: Duplicates) -> pa.RecordBatch:
+    """Return the rows of the table of documents for a batch."""
+    facts, found = facts_of(batch), duplicates.rows.between(first, first + len(batch))
+    stay = duplicates.clusters.between(first, first + len(batch))
+    sizes = dict(zip(stay["number"].to_pylist(), stay["cluster_size"].to_pylist(), strict=True))
     columns = {name: batch.column(name) for name in ("file", "offset", "stage", "reason", "detail")}
     columns |= {"number": pa.array(np.arange(first, first + len(batch))), "chars": chars}
     for name in ("url", "language"):
         values = [one.get(name) for one in facts]
         columns[name] = pa.array([value if isinstance(value, str) else None for value in values], pa.string())
     for name in ("twin", "estimated", "exact", "cluster_size"):
-        of_row = dict(zip(rows, found[name].to_pylist(), strict=True))
-        column = pa.array([of_row.get(row) for row in range(len(batch))], DUPLICATES.field(name).type)
+        of = dict(zip(found["number"].to_pylist(), found[name].to_pylist(), strict=True))
+        of |= sizes if name == "cluster_size" else {}
+        values = [of.get(number) for number in range(first, first + len(batch))]
+        column = pa.array(values, DUPLICATES.field(name).type)
         columns[name] = column
     columns["cluster"] = columns.pop("cluster_size")
     own = pc.fill_null(pc.greater_equal(columns["twin"], 0), False)  # the others are of older datasets

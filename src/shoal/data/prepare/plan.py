@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,15 +93,22 @@ def _separator_points(source: SourceFile, separator: bytes, range_bytes: int) ->
 
 
 def limit_ranges(
-    ranges: list[WorkRange], sources: Mapping[int, SourceFile], form: Format, limit: int
+    ranges: list[WorkRange],
+    sources: Mapping[int, SourceFile],
+    form: Format,
+    limit: int,
+    count: Callable[[WorkRange, Mapping[int, SourceFile], Format], int] | None = None,
 ) -> list[WorkRange]:
-    """Keep what holds the first `limit` documents of the main text, and all other text."""
+    """Keep what holds the first `limit` documents of the main text, and all other text.
+
+    `count` returns the documents of a range, up to its limit, where they are not those of `parse_range`.
+    """
     kept, left = [], limit
     for work in ranges:
         if work.role != "main":
             kept.append(work)
         elif left:
-            found = _count_documents(replace(work, limit=left), sources, form)
+            found = (count or _count_documents)(replace(work, limit=left), sources, form)
             kept.append(replace(work, limit=left if found == left else None))
             left -= found
     return [replace(work, index=number) for number, work in enumerate(kept)]

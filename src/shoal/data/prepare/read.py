@@ -39,6 +39,12 @@ def document_batches(
         yield pa.RecordBatch.from_pylist(batch, schema=DOCUMENTS)
 
 
+def count_documents(work: WorkRange, sources: Mapping[int, SourceFile], form: Format) -> int:
+    """Count the documents of a range that are not dropped at once, up to its limit."""
+    batches = document_batches(work, sources, form)
+    return sum(batch.column("stage").null_count for batch in batches)
+
+
 def _size(row: dict[str, Any]) -> int:
     return len(row.get("text") or row.get("page") or "")
 

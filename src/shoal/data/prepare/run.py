@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import shutil
 import signal
@@ -41,7 +42,7 @@ from shoal.data.prepare.vocabulary import (
 from shoal.data.prepare.work import pack_range, range_paths
 from shoal.data.tokenizer import JSON_NAME, MODEL_NAME, parse_tokenizer
 from shoal.data.verify import CACHE
-from shoal.errors import DataError, InputError, StoppedError
+from shoal.errors import ConfigError, DataError, InputError, StoppedError
 from shoal.runtime.files import atomic_write, check_targets, disk_error, fsync, read_json, write_json
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     started, options = time.monotonic(), penn_treebank(options)
     chain = read_chain(options.stages, options.changes) if options.has_chain else None
     chain = chain.resolved(console.print) if chain is not None else None
-    sources, passed_over = find_sources(options, pages=chain is not None)
+    sources, passed_over = find_sources(options, pages=chain is not None and chain.takes_pages)
+    if options.urls and chain is not None and not chain.takes_pages:
+        raise ConfigError(
+            f"--urls gives pages, and {options.stages} has no [extract]", hint="add [extract] to it"
+        )
     if passed_over:
         console.print(f"passed over in folders: {in_words(passed_over)}")
     inputs = describe_inputs(options, sources, chain)
@@ -72,6 +77,8 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Dataset:
     with _locked(options.output), _stop_on_signals():
         paths = _work_folder(options, inputs, console)
         refuse_wrong_keys(sources, Format(**form_of(options), cut=None))
+        if options.tokenizer not in FROM_TEXT:
+            fixed_tokenizer(options.tokenizer)  # an error comes before the work
         with Engine(paths.work, options.workers or usable_cores(), options.runner) as engine:
             if chain is None:
                 made = None
@@ -214,7 +221,8 @@ def _make_tokenizer(options: PrepareOptions, text: Corpus, paths: Paths, console
     else:
         content = fixed_tokenizer(options.tokenizer)
     if options.tokenizer not in (BYTES, TRAINED, CHAR):
-        texts = [one[:FIT_BYTES] for one in next(text.sample(SAMPLE_BYTES), [])[:64]]
+        sample = itertools.chain.from_iterable(text.sample(SAMPLE_BYTES))
+        texts = [one[:FIT_BYTES] for one in itertools.islice(sample, 64)]
         check_fit(content, options.tokenizer, texts, console.print)
     path = paths.work / (JSON_NAME if content.lstrip()[:1] == b"{" else MODEL_NAME)
     with atomic_write(path) as file:

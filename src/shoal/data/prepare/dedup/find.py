@@ -36,7 +36,9 @@ DECISIONS = pa.schema(
         ("cluster_size", pa.int64()),
     ]
 )
+CLUSTERS = pa.schema([("number", pa.int64()), ("cluster_size", pa.int64())])  # of those that stay
 DECISIONS_NAME, PARAGRAPHS_NAME = "decisions.arrow", "paragraphs.arrow"
+CLUSTERS_NAME = "clusters.arrow"
 OLD_KEY = b"shoal.against"  # schema metadata: a JSON list of [dataset, its first number, its documents]
 _FEW_PAIRS = 4096  # compared in this process: starting others takes longer
 _GROUP_ROWS = 1 << 18  # in work at a time
@@ -78,6 +80,7 @@ def find_duplicates(
     emptied = np.zeros(0, np.int64)
     if settings.paragraphs:
         emptied = find_paragraphs(work, numbered, decided["a"], max_memory_bytes, work / PARAGRAPHS_NAME)
+    _write_clusters(work / CLUSTERS_NAME, decided)
     _write(path, decided, emptied, against)
     for name in ("rows", "groups", "sets"):
         shutil.rmtree(work / name, ignore_errors=True)
@@ -179,6 +182,15 @@ def _decide(equal: NDArray[Any], pairs: NDArray[Any], clusters: Clusters) -> NDA
     decided["size"] = sizes[place] + 1
     decided = decided[decided["a"] >= 0]
     return decided[np.argsort(decided["a"])]
+
+
+def _write_clusters(path: Path, decided: NDArray[Any]) -> None:
+    """Write the size of the cluster of each document that stays, by number."""
+    numbers, first = np.unique(decided["survivor"], return_index=True)
+    own = numbers >= 0
+    columns = [pa.array(numbers[own]), pa.array(decided["size"][first[own]])]
+    with atomic_write(path) as file, pa.ipc.new_file(file, CLUSTERS) as out:
+        out.write_batch(pa.RecordBatch.from_arrays(columns, schema=CLUSTERS))
 
 
 def _write(path: Path, decided: NDArray[Any], emptied: NDArray[np.int64], against: Against) -> None:

@@ -83,7 +83,9 @@ def _places(
     lists, start = numbered.narrow(index).column("paragraphs").combine_chunks(), numbered.starts[index]
     offsets, hashes = lists.offsets.to_numpy(), lists.values.to_numpy()
     owner = np.repeat(np.arange(len(lists)), np.diff(offsets))
-    kept = ~np.isin(np.arange(len(lists)) + start, dropped)[owner]
+    gone = np.zeros(len(lists), np.bool_)
+    gone[dropped[slice(*np.searchsorted(dropped, [start, start + len(lists)]))] - start] = True
+    kept = ~gone[owner]
     at = np.flatnonzero((hashes > SHORT) & kept)
     rows = np.empty(len(at), PLACE)
     rows["hash"], rows["number"], rows["index"] = hashes[at], owner[at] + start, at - offsets[owner[at]]

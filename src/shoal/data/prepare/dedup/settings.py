@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import Field, PositiveInt
 
+from shoal.data.dataset import open_dataset
 from shoal.data.prepare.stages.documents import StageSettings
 from shoal.errors import DataError
 
@@ -40,6 +43,12 @@ class DedupSettings(StageSettings):
     """Cut out each paragraph (a line of text) that occurred before, in this document or an earlier one."""
     min_chars: PositiveInt = 100
     """Paragraphs with fewer characters are never cut out."""
+
+    def resolved(self, say: Callable[[str], None]) -> DedupSettings:
+        """Open the datasets in `against`: an error comes before the work."""
+        for path in self.against:
+            open_dataset(Path(path))
+        return self
 
     @property
     def num_hashes(self) -> int:

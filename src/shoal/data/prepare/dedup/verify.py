@@ -24,7 +24,7 @@ from shoal.runtime.files import atomic_write
 PAIR = np.dtype([("a", "<i8"), ("b", "<i8"), ("estimated", "<f8"), ("exact", "<f8")])
 SETS_JOB = "shoal.data.prepare.dedup.verify:ShingleSets"
 PAIRS_JOB = "shoal.data.prepare.dedup.verify:Pairs"
-_OPEN_RANGES = 1024
+_OPEN_RANGES, _HELD = 64, 1024  # files of two that are mapped; sets in memory
 Check = Callable[[int], None]
 
 
@@ -72,7 +72,7 @@ class Pairs:
         self._threshold = float(spec["settings"]["threshold"])
         self._starts = np.array(spec["starts"], np.int64)
         self._range = functools.lru_cache(_OPEN_RANGES)(self._open_range)
-        self._entry = functools.lru_cache(_OPEN_RANGES)(self._find_entry)
+        self._entry = functools.lru_cache(_HELD)(self._find_entry)
 
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
         """Compare `number` pairs of the file `pairs` from `first` on; commit those that are similar."""
@@ -100,7 +100,7 @@ class Pairs:
         entry = index[np.searchsorted(index["number"], number)]
         assert entry["number"] == number, number
         first, size = int(entry["first"]), int(entry["size"])
-        return values[first : first + size], entry["minima"]
+        return np.array(values[first : first + size]), np.array(entry["minima"])  # maps can be closed
 
     def _open_range(self, index: int) -> tuple[NDArray[Any], NDArray[np.uint64]]:
         values_path, index_path = _set_paths(self._work, index)

@@ -63,6 +63,11 @@ class Decontaminate(StageSettings):
     max_count: PositiveInt = 10
     """N-grams that occur more often in the training text are ignored as common phrases."""
 
+    def resolved(self, say: Callable[[str], None]) -> Decontaminate:
+        """Read the evaluation files: an error comes before the work."""
+        _Index(self)
+        return self
+
     def counting(self) -> Callable[[pa.RecordBatch], Counter[str]]:
         """Return the function that counts how often n-grams of the evaluation files occur in a batch."""
         index = _Index(self)

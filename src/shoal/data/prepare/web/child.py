@@ -39,13 +39,15 @@ class Extractor:
 
     def run(self, page: bytes) -> dict[str, str]:
         """Return {"text": ..., facts} of a page in UTF-8, or {"reason": ..., "detail": ...}."""
-        for _ in range(2):  # a child that something else killed says nothing about the page
+        for attempt in range(
+            2
+        ):  # what went wrong may be due to earlier pages, or to whoever killed the child
             answer = self._ask(page)
             if answer is not None and "error" not in answer:
                 return answer
             status = self._end()
             self._child = self._start()
-            if answer is not None:
+            if answer is not None and attempt:
                 return {"reason": "extraction failed", "detail": answer["error"]}
             if status in _TOO_SLOW:
                 return {"reason": "extraction too slow", "detail": f"more than {self._deadline_s:g} s"}
@@ -69,7 +71,7 @@ class Extractor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a child and wait until it has loaded its engine."""
-        command = [sys.executable, "-c", _COMMAND, *self._settings]
+        command = [sys.executable, "-P", "-c", _COMMAND, *self._settings]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         answer = self._answer(child)
         if answer is None:

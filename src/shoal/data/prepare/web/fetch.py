@@ -72,6 +72,8 @@ def fetch_all(
     """
     require("aiohttp")
     with alone_in(folder):
+        for left in folder.glob(".*.tmp"):  # by a run that was killed
+            left.unlink()
         total = _take_list(urls, folder, settings)
         manifest = folder / "manifest.jsonl"
         if not manifest.exists():
