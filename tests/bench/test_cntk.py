@@ -14,7 +14,7 @@ from shoal.bench.networks import Cell, NetworksOptions, measure, write_inputs
 from shoal.bench.samples import random_samples
 from shoal.networks.description import parse
 from tests.bench import cntk_stand_in
-from tests.bench.test_caffe import ALL
+from tests.bench.every_kind import ALL
 
 LSTM = """
 tokens = 5

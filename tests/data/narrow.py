@@ -16,6 +16,13 @@ from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.ranges import RangeFiles
 from shoal.data.prepare.dedup.settings import DedupSettings
 
+SENTENCES = {
+    "english": "the quick brown fox jumps over the lazy dog and runs into the dark wood behind the house ",
+    "chinese": "今天天气很好我们一起去公园散步看见许多孩子在草地上放风筝老人坐在树下聊天喝茶远处传来音乐声",
+    "japanese": "今日は天気がとても良いので公園まで散歩に行きました子供たちは芝生の上で凧を揚げていました",
+    "thai": "วันนี้อากาศดีมากเราไปเดินเล่นที่สวนสาธารณะด้วยกันเห็นเด็กๆเล่นว่าวบนสนามหญ้าคนแก่นั่งคุยกันใต้ต้นไม้",
+    "mixed": "我们用 Python 写程序处理数据然后把结果保存到 database 里面方便以后查询和分析使用",
+}
 TEXT = pa.schema([("text", pa.large_string())])
 
 

@@ -1,8 +1,10 @@
 """Duplicates among documents: against brute force, in any cut, in bounded memory, after kills."""
 
 import json
+import os
 import random
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -21,8 +23,7 @@ from shoal.data.prepare.dedup.paragraphs import without_paragraphs
 from shoal.data.prepare.dedup.settings import DedupSettings, candidate_probability
 from shoal.data.prepare.dedup.verify import PAIRS_JOB, SETS_JOB, Pairs
 from shoal.errors import DataError
-from tests.data.narrow import TEXT, decisions, near, run_jobs, texts, write_ranges
-from tests.data.test_minhash import SENTENCES
+from tests.data.narrow import SENTENCES, TEXT, decisions, near, run_jobs, texts, write_ranges
 
 LEVELS = (0.95, 0.9, 0.8, 0.6, 0.3)
 
@@ -351,6 +352,21 @@ ranges = [RangeFiles(folder / "documents.arrow", folder / f"{n}.narrow") for n i
 path = find_duplicates(folder / "dedup", ranges, DedupSettings(), run_jobs, 100 << 20, print)
 print(peak[0])
 """
+
+
+def test_many_ranges_are_not_all_open_at_once(tmp_path):
+    """Usual limits are 1,024 open files; 16 GB of text are 1,000 ranges."""
+    rng, values = random.Random(1), []
+    for n in range(250):  # near-duplicates of the first one in every range
+        values.append(" ".join(near([f"word{n}" for n in range(200)], 0.95, rng, f"new{n}x")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/proc/self/fd")) + 160
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held, hard))
+    try:
+        table = decisions(tmp_path, values, cuts=range(1, 250))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert table.num_rows == 249
 
 
 @pytest.mark.proof
