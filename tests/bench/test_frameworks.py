@@ -272,6 +272,7 @@ def test_a_worker_that_fails_ends_the_row_with_its_reason(described, tmp_path, m
     assert [(row.status, row.reason) for row in rows] == [("failed", "AssertionError: worker 1 fell over")]
 
 
+@pytest.mark.proof
 def test_on_data_a_framework_that_drifts_is_rejected_with_the_first_step(
     described, images, tmp_path, monkeypatch
 ):

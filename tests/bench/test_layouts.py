@@ -29,6 +29,7 @@ def ask(words, data, *, steps=6, runs=None, output=None):
     return command(load_config("tiny", overrides), "tiny", chosen, 2, runs, output, None)
 
 
+@pytest.mark.proof
 def test_layouts_are_trained_and_compared_and_the_record_is_continued(tmp_path, monkeypatch, capsys):
     data, record, picture = random_dataset(tmp_path / "data"), tmp_path / "r.json", tmp_path / "r.png"
     words = ["--data", data, "--steps", 6, "--warmup", 2, "--output", record, "--plot", picture]

@@ -89,7 +89,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGTERM, signal.SIGHUP]
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.proof) for one in (signal.SIGINT, signal.SIGHUP))],
 )
 def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole, tmp_path, number):
     output = tmp_path / "d"
