@@ -86,7 +86,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "| 0.1 | Gopher", "| 0.9 of the lines", "| 0.3 of the lines", "| 0.8 of the words",
         "0.2 of the characters",
         "| 0.3, 0.2 |", "0.2, 0.18, 0.16 of the characters", "0.15, 0.14, 0.13, 0.12, 0.11, 0.1 |",
-        "30 % or more look like",
+        "30 % or more look like", "at least 30 % of their letters",
         "| 0.8 |", "threshold = 0.8", "0.95 | 1.000 | 1.000 | 1.000 | 0.998",
         "0.9 | 1.000 | 1.000 | 1.000 | 0.929",
         "0.8 | 0.924 | 0.998 | 1.000 | 0.399", "0.7 | 0.565 | 0.918 | 1.000 | 0.084",

@@ -66,6 +66,7 @@ def test_each_planted_document_ends_where_it_should_and_the_counts_add_up(run):
         if kind in ("equal", "near"):
             twin = rows[fate["twin"]]
             assert twin["number"] < fate["number"]
+            assert rows[fate["survivor"]]["stage"] is None
             assert twin["stage"] or twin["cluster"] == fate["cluster"] > 1
             assert fate["exact"] == 1.0 if kind == "equal" else 0.9 < fate["exact"] < 1.0
     counted = Counter(kind for _, kind in made)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from shoal.data.prepare import run
 from shoal.data.prepare.options import PrepareOptions
 from tests.data import corpus as planted
+from tests.data.web_archive import response
 from tests.data.web_server import serving
 
 DRIVER = """
@@ -64,23 +68,83 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.proof, pytest.mark.timeout(1800)])])
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
-    output, draw, killed, longest = tmp_path / "d", random.Random(kills), 0, 4.0
-    for _ in range(kills):
+    output, draw, killed, finished = tmp_path / "whole", random.Random(kills), 0, 0
+    began = time.monotonic()
+    assert start(corpus, output).wait(timeout=240) == 0
+    took = time.monotonic() - began
+    while killed < kills or finished < 2:
+        if (output / "manifest.json").exists():
+            assert planted.content(output) == whole
+            output, finished = tmp_path / f"d{finished}", finished + 1
         process = start(corpus, output)
         try:
-            process.wait(draw.uniform(0.3, longest))  # less than a whole run takes
+            process.wait(draw.uniform(0.1, took) if killed < kills else 240)
         except subprocess.TimeoutExpired:
             process.kill()
             killed += 1
+        assert process.wait() in (0, -9), process.communicate()[0]
         process.communicate()
-        if (output / "manifest.json").exists():
-            assert planted.content(output) == whole
-            output = tmp_path / f"d{killed}"
-    process = start(corpus, output)
-    printed = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, printed
     assert planted.content(output) == whole
-    assert killed > kills / 3
+
+
+WHOLE_CHAIN = """
+[extract]
+[repair]
+[language]
+[length]
+tokenizer = "estimate"
+min_tokens = 30
+[quality]
+min_words = 20
+[mask]
+[dedup]
+paragraphs = true
+[decontaminate]
+files = ["EVALUATION"]
+"""
+
+
+def write_pages_and_texts(folder):
+    """Write web archives, a page and JSON lines in several languages."""
+    folder.mkdir()
+    kinds = json.loads((Path(__file__).parent / "clean_texts.json").read_text())
+    texts = [
+        text for name in ("english", "chinese", "japanese", "thai", "others", "code") for text in kinds[name]
+    ]
+    draw = random.Random(4)
+    for number in range(3):
+        pages = []
+        for n in range(12):
+            text = texts[(number * 12 + n) % len(texts)]
+            words = " ".join(f"number{draw.randrange(10**6)}" for _ in range(12))
+            parts = "".join(f"<p>{part}</p>" for part in (text, text[::-1], f"{words} a@b.org"))
+            body = f"<html><body><article>{parts}</article></body></html>"
+            pages.append(response(f"https://example.org/{number}/{n}", body.encode()))
+        (folder / f"{number}.warc.gz").write_bytes(b"".join(map(gzip.compress, pages)))
+    (folder / "page.html").write_text(f"<html><body><p>{kinds['english'][0]}</p></body></html>")
+    with (folder / "texts.jsonl").open("w") as out:
+        for n in range(200):
+            text = "\n".join(draw.sample(texts, 2)) + f" The {n} of {draw.randrange(10**9)} is in it."
+            out.write(json.dumps({"text": text if n % 9 else "lorem ipsum " * 40}) + "\n")
+    (folder.parent / "evaluation.txt").write_text(kinds["english"][1])
+    stages = WHOLE_CHAIN.replace("EVALUATION", str(folder.parent / "evaluation.txt"))
+    (folder.parent / "stages.toml").write_text(stages)
+
+
+def test_all_stages_on_pages_and_texts_give_the_same_bytes_for_any_ranges_and_workers(tmp_path):
+    write_pages_and_texts(tmp_path / "input")
+    for name, workers, range_bytes in (("one", 1, 1_000_000), ("many", 3, 5_000)):
+        made = PrepareOptions(
+            (str(tmp_path / "input"),), tmp_path / name, "bytes", split="8,1,1", workers=workers,
+            stages=tmp_path / "stages.toml", range_bytes=range_bytes,
+        )  # fmt: skip
+        dataset = run.prepare(made, Console(quiet=True))
+    assert planted.content(tmp_path / "one") == planted.content(tmp_path / "many")
+    lineage = {record["stage"]: record.get("counters") for record in dataset.manifest["lineage"]}
+    assert lineage["read"]["documents"] == 237
+    assert all(lineage[name]["dropped"] for name in ("quality", "dedup", "decontaminate"))
+    rows = pq.read_table(tmp_path / "one/stages/documents.parquet").to_pylist()
+    assert {"en", "zh", "ja", "th"} <= {row["language"] for row in rows if row["stage"] is None}
 
 
 def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):

@@ -31,7 +31,7 @@ def table(tmp_path):
 @pytest.mark.parametrize("number", [0, 1, ROWS - 1, ROWS, 2 * ROWS + 5])
 def test_a_document_is_found_by_number_offset_and_url(table, number):
     found = table.row(number)
-    assert (found.number, found.offset) == (number, 10 * number)
+    assert (found["number"], found["offset"]) == (number, 10 * number)
     assert table.find(str(number)) == table.find(f"web/{'ab'[number % 2]}.jsonl:{10 * number}") == found
     assert table.find(f"{'ab'[number % 2]}.jsonl:{10 * number}") == found
     if number % 3:
@@ -40,8 +40,8 @@ def test_a_document_is_found_by_number_offset_and_url(table, number):
 
 def test_a_file_is_enough_for_its_only_document(table):
     found = table.find("c.html")
-    assert (found.number, found.path) == (5 * ROWS // 2 - 1, "web/more/c.html")
-    assert (len(found.detail), found.exact) == (512, 0.5)  # long texts are cut
+    assert (found["number"], found["path"]) == (5 * ROWS // 2 - 1, "web/more/c.html")
+    assert (len(found["detail"]), found["exact"]) == (512, 0.5)  # long texts are cut
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_name_of_two_files_is_ambiguous(tmp_path):
     table = Decisions(dataset_of(tmp_path / "set", decided(rows), files, train=["a"]))
     with pytest.raises(InputError, match=r"2 files end in a.txt: x/a.txt and y/a.txt"):
         table.find("a.txt")
-    assert table.find("y/a.txt").number == 1
+    assert table.find("y/a.txt")["number"] == 1
 
 
 def test_the_bytes_do_not_depend_on_the_batches(tmp_path):

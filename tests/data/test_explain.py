@@ -14,11 +14,11 @@ from tests.data.documents import dataset_of, decided
 ROWS = [
     {"url": "https://a.org/1", "split": 0, "position": 0, "chars": 5, "cluster": 3, "language": "en"},
     {"stage": "length", "reason": "too short", "detail": "3 tokens, fewer than 128", "chars": 9},
-    {"stage": "near", "reason": "near-duplicate", "twin": 0, "estimated": 0.90625, "exact": 0.875,
-     "cluster": 3, "chars": 2345, "language": "en", "url": "https://b.org/\x1b[31m"},
+    {"stage": "near", "reason": "near-duplicate", "twin": 0, "survivor": 0, "estimated": 0.90625,
+     "exact": 0.875, "cluster": 3, "chars": 2345, "language": "en", "url": "https://b.org/\x1b[31m"},
     {"split": 1, "position": 0, "chars": 900, "detail": "1 piece removed"},
     {"split": 0, "position": 1, "chars": 7},
-    {"stage": "exact", "reason": "duplicate", "twin": 1, "chars": 9},
+    {"stage": "exact", "reason": "duplicate", "twin": 1, "survivor": 4, "chars": 9},
 ]  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def test_a_near_duplicate_is_told_with_its_twin(say):
         "text: 2,345 characters, en",
     ]
     assert "twin: document 1: web/a.jsonl:100, dropped by length" in say("5")
+    assert "kept of the cluster: document 4: web/a.jsonl:400" in say("5")
 
 
 def test_json_has_the_facts(folder, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -168,9 +168,9 @@ def prepare(
     if output is None:
         raise InputError("--output is missing", hint="name the folder of the dataset: --output datasets/mine")
     chosen = PrepareOptions(
-        inputs, output, tokenizer, vocab_size, split, seed, files.text_key, files.delim, files.separator,
-        files.limit, validation, test, files.max_rejected_share, workers, files.ext, None, runner, chain.web,
-        chain.stages, chain.urls, chain.changes(), chain.shuffle, chain.max_memory,
+        inputs, output, tokenizer, vocab_size, split, seed, validation=validation, test=test, workers=workers,
+        runner=runner, web=chain.web, stages=chain.stages, urls=chain.urls, changes=chain.changes(),
+        shuffle=chain.shuffle, max_memory=chain.max_memory, **asdict(files),
     )  # fmt: skip
     prepare_command(chosen, json)
     return None

@@ -15,6 +15,7 @@ from shoal.errors import DataError, InputError
 from shoal.runtime.files import digest_of, hash_file, read_json, reading
 
 MANIFEST = "manifest.json"
+PAGES_DIR = "pages"  # of fetched pages, beside the manifest
 FORMAT = "shoal-dataset"
 FORMAT_VERSION = 1
 EXAMPLES_FORMAT = "shoal-examples"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal.data.commands import document_of, printable
-from shoal.data.dataset import SPLITS, Dataset, open_dataset
+from shoal.data.dataset import PAGES_DIR, SPLITS, Dataset, open_dataset
 from shoal.data.indexed import IndexedReader
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import EXIT_DONE, ConfigError, DataError, InputError, counted
 from shoal.runtime.files import check_targets, reading, write_json
 
 Facts = dict[str, Any]
-PAGES_DIR = "pages"  # of fetched pages
 _LONGEST_LINE = 1 << 16
 _SHOWN_CHARS = 300
 _MOST_TOKENS = 4 * _SHOWN_CHARS  # a character takes up to four bytes, and so up to four tokens
@@ -51,12 +49,13 @@ def _of_table(dataset: Dataset, doc: str) -> Facts:
         if facts["reason"] != "ok":
             return facts
         found = table.find(facts["final_url"])  # it was redirected
-    facts = asdict(found)
-    if found.twin is not None:
-        twin = asdict(table.row(found.twin))
-        facts["twin"] = {name: twin[name] for name in ("number", "path", "offset", "url", "stage")}
-    if found.split is not None and found.position is not None:
-        facts |= _kept(dataset, SPLITS[found.split], found.position)
+    facts = dict(found)
+    for other in ("twin", "survivor"):
+        if found[other] is not None:
+            row = table.row(found[other])
+            facts[other] = {name: row[name] for name in ("number", "path", "offset", "url", "stage")}
+    if found["split"] is not None and found["position"] is not None:
+        facts |= _kept(dataset, SPLITS[found["split"]], found["position"])
     return facts
 
 
@@ -112,6 +111,8 @@ def _lines(facts: Facts) -> Iterator[str]:
         similarity = f"similarity {', '.join(measured)}, to " if measured else ""
         fate = f", dropped by {twin['stage']}" if twin["stage"] else ""
         yield f"twin: {similarity}document {twin['number']:,}: {_place(twin)}{fate}"
+    if (stays := facts.get("survivor")) and stays != twin:
+        yield f"kept of the cluster: document {stays['number']:,}: {_place(stays)}"
     if facts.get("chars"):
         yield f"text: {facts['chars']:,} characters" + (f", {facts['language']}" if facts["language"] else "")
     if "first_token" in facts:

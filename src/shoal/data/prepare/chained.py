@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from shoal.data.dataset import SPLITS
-from shoal.data.explain import PAGES_DIR
+from shoal.data.dataset import PAGES_DIR, SPLITS
 from shoal.data.permutation import permute
 from shoal.data.prepare.chain import Chain, stage_class
 from shoal.data.prepare.decisions import DECISIONS, TABLE, DecisionsWriter
 from shoal.data.prepare.dedup.find import find_duplicates
+from shoal.data.prepare.dedup.ranges import file_batches
 from shoal.data.prepare.dedup.settings import DedupSettings
 from shoal.data.prepare.engine import Engine, Job
 from shoal.data.prepare.lineage import shown
@@ -270,10 +270,8 @@ class Chained:
     def _fates(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yield the role of the next documents, and what became of them (FATES)."""
         for summary in self.summaries:
-            with pa.memory_map(str(fates_path(self.paths.ranges, summary["index"]))) as source:
-                reader = pa.ipc.open_file(source)
-                for number in range(reader.num_record_batches):
-                    yield summary["role"], reader.get_batch(number)
+            for batch in file_batches(fates_path(self.paths.ranges, summary["index"])):
+                yield summary["role"], batch
 
     def _records(self) -> list[Record]:
         """Return the record of each stage; report those that dropped nearly all documents that they got."""

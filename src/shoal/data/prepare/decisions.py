@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +31,8 @@ DECISIONS = pa.schema(
         ("stage", pa.string()),  # the stage that dropped it; null: kept
         ("reason", pa.string()),
         ("detail", pa.string()),
-        ("twin", pa.int64()),  # number of the document that was kept in its place
+        ("survivor", pa.int64()),  # number of the document of its cluster that was kept
+        ("twin", pa.int64()),  # number of the document that it was compared with
         ("estimated", pa.float32()),  # similarity to the twin by MinHash, 0 to 1
         ("exact", pa.float32()),  # the same by Jaccard
         ("cluster", pa.int32()),  # number of documents that are near-duplicates of each other
@@ -42,28 +42,6 @@ DECISIONS = pa.schema(
         ("position", pa.int64()),  # number of the document in the split's token file
     ]
 )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One row of DECISIONS, and its file's name."""
-
-    number: int
-    file: int
-    offset: int
-    url: str | None
-    stage: str | None
-    reason: str | None
-    detail: str | None
-    twin: int | None
-    estimated: float | None
-    exact: float | None
-    cluster: int | None
-    language: str | None
-    chars: int | None
-    split: int | None
-    position: int | None
-    path: str
 
 
 class DecisionsWriter:
@@ -130,8 +108,8 @@ class Decisions:
                 table = self._file.read_row_group(group, columns=columns)
             yield table
 
-    def row(self, number: int) -> Decision:
-        """Return what became of a document."""
+    def row(self, number: int) -> dict[str, Any]:
+        """Return what became of a document: its row, and the `path` of its file."""
         if not 0 <= number < self.num_documents:
             raise InputError(
                 f"document {number}: {self._path} has {counted(self.num_documents, 'document')}",
@@ -144,9 +122,9 @@ class Decisions:
                 raise ValueError(f"document {facts['number']} where {number} belongs")
             if facts["split"] not in (None, 0, 1, 2):
                 raise ValueError(f"split {facts['split']}")
-            return Decision(**facts, path=self.files[facts["file"]])
+            return {**facts, "path": self.files[facts["file"]]}
 
-    def find(self, doc: str) -> Decision:
+    def find(self, doc: str) -> dict[str, Any]:
         """Find a document by its number, FILE:OFFSET, FILE (if it is the only one in it), or URL."""
         if doc.isascii() and doc.isdigit() and len(doc) < 19:
             return self.row(int(doc))
@@ -158,13 +136,13 @@ class Decisions:
         number = self._one_file(doc)
         found = list(self._where(file=number))
         if len(found) != 1:
-            first = f"{doc}:{self.row(found[0]).offset}" if found else "another file"
+            first = f"{doc}:{self.row(found[0])['offset']}" if found else "another file"
             raise InputError(
                 f"{doc} has {counted(len(found), 'document')}", hint=f"give FILE:OFFSET: {first}"
             )
         return self.row(found[0])
 
-    def _by_offset(self, file: str, offset: int) -> Decision:
+    def _by_offset(self, file: str, offset: int) -> dict[str, Any]:
         number = self._one_file(file)
         for found in self._where(file=number, offset=offset):
             return self.row(found)
@@ -176,7 +154,7 @@ class Decisions:
         hint = f"the nearest is at {min(near, key=lambda one: abs(one - offset))}" if near else "it has none"
         raise InputError(f"no document of {file} begins at offset {offset}", hint=hint)
 
-    def _by_url(self, url: str) -> Decision:
+    def _by_url(self, url: str) -> dict[str, Any]:
         for found in self._where(url=url):
             return self.row(found)
         host = "/".join(url.split("/")[:3])

@@ -25,8 +25,9 @@ from shoal.data.prepare.dedup.find import CLUSTERS, CLUSTERS_NAME, DECISIONS_NAM
 from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.paragraphs import CUTS, without_paragraphs
-from shoal.data.prepare.dedup.ranges import RangeFiles
+from shoal.data.prepare.dedup.ranges import RangeFiles, file_batches
 from shoal.data.prepare.dedup.settings import DedupSettings
+from shoal.data.prepare.engine import Check
 from shoal.data.prepare.parse import PARSED, Format, Notes
 from shoal.data.prepare.read import READ, document_batches
 from shoal.data.prepare.samples import Samples
@@ -37,7 +38,6 @@ from shoal.data.prepare.work import range_paths, tokenise_stage, tokenised_schem
 from shoal.data.tokenizer import load_tokenizer
 from shoal.runtime.files import atomic_write, write_json
 
-Check = Callable[[int], None]
 # `chars` is the length of the text when it was dropped, or now.
 TEXTS = DOCUMENTS.remove(DOCUMENTS.get_field_index("page")).append(pa.field("chars", pa.int32()))
 FATES = pa.schema([field for field in DECISIONS if field.name not in ("split", "position")])
@@ -66,23 +66,13 @@ class TextFiles:
     def texts(self, first: int, last: int, batches: Sequence[int]) -> Iterator[tuple[int, str | None]]:
         """Yield (row, text) from row `first` up to `last`; `batches` are their sizes."""
         at = 0
-        for rows, batch in zip(batches, self._lazily(), strict=True):
-            if at + rows > first and at < last:
-                low, high = max(first - at, 0), min(last - at, rows)
-                yield from enumerate(
-                    batch().column("text").slice(low, high - low).to_pylist(), start=at + low
-                )
-            at += rows
-
-    def _lazily(self) -> Iterator[Callable[[], pa.RecordBatch]]:
         with pa.memory_map(str(self.arrow.documents)) as source, pa.ipc.open_file(source) as reader:
-            for number in range(reader.num_record_batches):
-                yield partial(reader.get_batch, number)
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the documents (TEXTS)."""
-        for batch in self._lazily():
-            yield batch()
+            for number, rows in enumerate(batches):
+                low, high = max(first - at, 0), min(last - at, rows)
+                if low < high:
+                    texts = reader.get_batch(number).column("text").slice(low, high - low)
+                    yield from enumerate(texts.to_pylist(), start=at + low)
+                at += rows
 
 
 class TextWorker:
@@ -193,7 +183,7 @@ class TokenWorker:
             atomic_write(fates_path(self._tokens, index)) as narrow,
             pa.ipc.new_file(narrow, FATES, options=_LZ4) as fates,
         ):
-            for held in TextFiles(self._texts, index).batches():
+            for held in file_batches(TextFiles(self._texts, index).arrow.documents):
                 check(0)
                 batch = _documents(held)
                 stages: list[Stage] = [partial(self._duplicates.drop, first=first), *self._decontaminate]
@@ -226,7 +216,7 @@ class CountWorker:
     def run(self, item: dict[str, Any], check: Check) -> dict[str, Any]:
         """Return the counts of the range `index`, whose documents have the numbers from `first`."""
         total, first = Counter[str](), item["first"]
-        for batch in TextFiles(self._texts, item["index"]).batches():
+        for batch in file_batches(TextFiles(self._texts, item["index"]).arrow.documents):
             check(0)
             total.update(self._count(self._duplicates.drop(_documents(batch), first)))
             first += len(batch)
@@ -322,15 +312,15 @@ def _fates(batch: pa.RecordBatch, chars: pa.Array, first: int, duplicates: Dupli
     for name in ("url", "language"):
         values = [one.get(name) for one in facts]
         columns[name] = pa.array([value if isinstance(value, str) else None for value in values], pa.string())
-    for name in ("twin", "estimated", "exact", "cluster_size"):
+    for name in ("survivor", "twin", "estimated", "exact", "cluster_size"):
         of = dict(zip(found["number"].to_pylist(), found[name].to_pylist(), strict=True))
         of |= sizes if name == "cluster_size" else {}
         values = [of.get(number) for number in range(first, first + len(batch))]
-        column = pa.array(values, DUPLICATES.field(name).type)
-        columns[name] = column
+        columns[name] = pa.array(values, DUPLICATES.field(name).type)
     columns["cluster"] = columns.pop("cluster_size")
-    own = pc.fill_null(pc.greater_equal(columns["twin"], 0), False)  # the others are of older datasets
-    columns["twin"] = pc.if_else(own, columns["twin"], pa.scalar(None, pa.int64()))
+    for name in ("survivor", "twin"):  # negative: of older datasets
+        own = pc.fill_null(pc.greater_equal(columns[name], 0), False)
+        columns[name] = pc.if_else(own, columns[name], pa.scalar(None, pa.int64()))
     return pa.RecordBatch.from_arrays([columns[field.name].cast(field.type) for field in FATES], schema=FATES)
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from shoal.data.dataset import MANIFEST, SPLITS, Dataset, open_dataset, seal
-from shoal.data.explain import PAGES_DIR
+from shoal.data.dataset import MANIFEST, PAGES_DIR, SPLITS, Dataset, open_dataset, seal
 from shoal.data.prepare.assemble import REJECTS_DIR, REJECTS_NAME, assemble, write_rejects
 from shoal.data.prepare.chain import read_chain
 from shoal.data.prepare.engine import Engine, Job, usable_cores

@@ -14,7 +14,7 @@ from shoal.data.indexed import IndexedReader
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.ranges import RangeFiles, RunJobs, Say
 from shoal.data.prepare.dedup.settings import DedupSettings
-from shoal.data.prepare.dedup.verify import Check
+from shoal.data.prepare.engine import Check
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import counted
 from shoal.runtime.files import atomic_write, digest_of

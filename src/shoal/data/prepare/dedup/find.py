@@ -29,8 +29,8 @@ DECISIONS = pa.schema(
         ("number", pa.int64()),  # of the dropped document
         ("stage", pa.string()),  # exact, near, against, paragraphs
         ("reason", pa.string()),
-        ("twin", pa.int64()),  # the document it was compared with; negative: of an older dataset
         ("survivor", pa.int64()),  # the one document of its cluster that stays
+        ("twin", pa.int64()),  # the document it was compared with; negative: of an older dataset
         ("estimated", pa.float64()),  # share of equal minimums, of the pair (number, twin)
         ("exact", pa.float64()),  # Jaccard similarity of the shingle sets of the same pair
         ("cluster_size", pa.int64()),
@@ -210,7 +210,7 @@ def _write(path: Path, decided: NDArray[Any], emptied: NDArray[np.int64], agains
             source = np.where(old, "a document of another dataset", "an earlier document")
             reason = np.char.add(np.where(part["equal"], "equal to ", "similar to "), source)
             columns = [part["a"], stage, np.where(gone, "all paragraphs occurred before", reason)]
-            facts = [part[name] for name in ("b", "survivor", "estimated", "exact", "size")]
+            facts = [part[name] for name in ("survivor", "b", "estimated", "exact", "size")]
             arrays = [pa.array(column) for column in columns]
             arrays += [pa.array(fact, mask=gone) for fact in facts]
             batch = [array.cast(field.type) for array, field in zip(arrays, schema, strict=True)]

@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.paragraphs import paragraph_hashes
 from shoal.data.prepare.dedup.settings import DedupSettings, signature_schema
+from shoal.data.prepare.stages.hashing import mixed, powers
+from shoal.data.prepare.stages.scripts import IDEOGRAPHS, SYLLABIC, UNSPACED_SHARE
 
 NGRAM = 5
-UNSPACED_SHARE = 0.25
-# Thai and Lao; Myanmar; Khmer; Kana; Han in its three blocks.
-_UNSPACED = [(0xE00, 0xEFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF)]
-_UNSPACED += [(0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9D)]
+_HIGH_SURROGATES_OF_HAN = (0xD840, 0xD8BF)  # code points from 0x20000 to 0x3FFFF
 _PIECE = 1 << 15  # bytes of text whose prefix hashes are in work at a time
 _BLOCK = 1024  # shingles whose hashes are in work at a time: 1024 x 112 x 4 bytes stay in the cache
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 # Lowers ASCII letters and makes 0 of what is in no word; bytes above 127 stay.
 _WORD_BYTES = bytes(b if b > 127 or b == 95 or chr(b).isalnum() else 0 for b in range(256)).lower()
 
@@ -68,10 +66,9 @@ class Shingler:
 
     def __init__(self, kind: str = "auto") -> None:
         self._kind = kind
-        self._powers = np.cumprod(np.full(_PIECE, _BASE, np.uint64))
-        self._inverses = np.cumprod(np.full(_PIECE, pow(_BASE, -1, 1 << 64), np.uint64))
-        self._letters = np.array([chr(code).isalpha() for code in range(1 << 16)], np.uint8)
-        for first, last in _UNSPACED:
+        self._powers, self._inverses = powers(_PIECE)
+        self._letters = np.array([chr(code).isalpha() for code in range(1 << 16)], np.uint8)  # of UTF-16
+        for first, last in (*IDEOGRAPHS, *SYLLABIC, _HIGH_SURROGATES_OF_HAN):
             self._letters[first : last + 1] = 2
 
     def shingles(self, texts: pa.LargeStringArray) -> tuple[U64, I64]:
@@ -198,17 +195,12 @@ def _combine(units: U64, bounds: I64) -> tuple[U64, I64]:
 
 
 def _mixed(parts: Sequence[U64]) -> U64:
-    """Combine arrays to one hash for each place: a polynomial, then SplitMix64's finaliser (Steele et al.,
-    "Fast splittable pseudorandom number generators", 2014)."""
+    """Combine arrays to one hash for each place."""
     value = parts[0].copy()
     for part in parts[1:]:
         value *= np.uint64(0xD6E8FEB86659FD93)
         value += part
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value ^= value >> np.uint64(shift)
-        value *= np.uint64(factor)
-    value ^= value >> np.uint64(31)
-    return value
+    return mixed(value)
 
 
 def _interleave(one: tuple[U64, I64], other: tuple[U64, I64], order: I64) -> tuple[U64, I64]:

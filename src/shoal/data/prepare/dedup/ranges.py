@@ -64,14 +64,13 @@ class Numbered:
         return pa.ipc.open_file(pa.memory_map(str(self.files[index].signatures))).read_all()
 
 
-def texts_of(path: Path) -> Iterator[pa.LargeStringArray]:
-    """Yield the texts of an Arrow file of documents, batch by batch; other columns are not unpacked."""
+def file_batches(path: Path, *columns: str) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow file, with the named columns alone if any: others are not unpacked."""
     with pa.memory_map(str(path)) as source:
-        place = pa.ipc.open_file(source).schema.get_field_index("text")
-        options = pa.ipc.IpcReadOptions(included_fields=[place])
-        reader = pa.ipc.open_file(source, options=options)
+        places = [pa.ipc.open_file(source).schema.get_field_index(name) for name in columns]
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=places or None))
         for number in range(reader.num_record_batches):
-            yield reader.get_batch(number).column("text")
+            yield reader.get_batch(number)
 
 
 def bucket_count(rows: int, row_bytes: int, max_memory_bytes: int) -> int:

@@ -28,9 +28,9 @@ class DedupSettings(StageSettings):
     threshold: float = Field(default=0.8, gt=0.0, le=1.0)
     """Jaccard similarity of the shingle sets from which two documents are near-duplicates."""
     shingle: Literal["auto", "words", "characters"] = "auto"
-    """Shingles: 5 words, or 5 characters without white space. auto: characters for documents with at least a
-    quarter of their letters in scripts that do not separate words by spaces (Han, Kana, Thai, Lao, Khmer,
-    Myanmar), words for all others."""
+    """Shingles: 5 words, or 5 characters without white space. auto: characters for documents with at least
+    30 % of their letters in scripts that do not separate words by spaces (Han, Kana, Thai, Lao, Tibetan,
+    Khmer, Burmese), words for all others."""
     bands: PositiveInt = Field(default=14, le=256)
     """Bands of the signature; two documents are compared if all rows of a band are equal."""
     rows: PositiveInt = Field(default=8, le=256)

@@ -7,7 +7,6 @@ read them from mapped files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shoal.data.prepare.dedup.minhash import MinHashes, Shingler
-from shoal.data.prepare.dedup.ranges import load, save, texts_of
+from shoal.data.prepare.dedup.ranges import file_batches, load, save
 from shoal.data.prepare.dedup.settings import DedupSettings
+from shoal.data.prepare.engine import Check
 from shoal.runtime.files import atomic_write
 
 PAIR = np.dtype([("a", "<i8"), ("b", "<i8"), ("estimated", "<f8"), ("exact", "<f8")])
 SETS_JOB = "shoal.data.prepare.dedup.verify:ShingleSets"
 PAIRS_JOB = "shoal.data.prepare.dedup.verify:Pairs"
 _OPEN_RANGES, _HELD = 64, 1024  # files of two that are mapped; sets in memory
-Check = Callable[[int], None]
 
 
 class ShingleSets:
@@ -43,8 +42,9 @@ class ShingleSets:
         wanted = load(self._work / "wanted.npy")[item["first"] :]
         entries, size, row = [], 0, 0
         with atomic_write(values_path) as file:
-            for texts in texts_of(Path(item["documents"])):
+            for batch in file_batches(Path(item["documents"]), "text"):
                 check(0)
+                texts = batch.column("text")
                 rows = np.flatnonzero(wanted[row : row + len(texts)])
                 row += len(texts)
                 if not len(rows):

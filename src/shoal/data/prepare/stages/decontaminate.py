@@ -19,24 +19,18 @@ import pyarrow as pa
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.data.prepare.stages.documents import Stage, StageSettings, dropped, with_columns, with_meta
+from shoal.data.prepare.stages.hashing import mixed, powers
+from shoal.data.prepare.stages.scripts import IDEOGRAPHS, SYLLABIC
 from shoal.data.texts import read_lines, read_text, undo_moses
 from shoal.errors import ConfigError, DataError, InputError
 
-_MAX_FILES = (
-    64 << 20
-)  # bytes of all evaluation files; an n-gram, about 6 bytes of text, takes 30 in a process
+_MAX_FILES = 64 << 20  # bytes of all evaluation files; an n-gram, 6 bytes of text, takes 30 in a process
 _MAX_NGRAM = 64
 _SHOWN = 80  # characters of a match in a detail
 _WINDOW = 1 << 18  # characters hashed at a time
 _CODES = 0x323B0  # code points above are in no word; neither is the last below
 _SPACED, _HAN, _THAI = 1, 2, 3  # kinds of characters in words
-_UNSPACED = {
-    _HAN: ((0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
-           (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x323AE)),
-    _THAI: ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF)),
-}  # fmt: skip
 _CHARS_PER_WORD = {_SPACED: 1.0, _HAN: 1.5, _THAI: 4.0}  # of the scripts whose characters count one by one
-_BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2^64
 _SENTENCE_END = re.compile(r"[.!?\n。！？]")
 
 
@@ -51,7 +45,7 @@ class Decontaminate(StageSettings):
     ngram: int = Field(default=13, ge=1, le=_MAX_NGRAM)
     """Number of consecutive words that count as an overlap. A word is a run of letters and digits, in lower
     case. In passages of Han and Kana, 1.5 characters count as a word (20 characters for 13 words); in Thai,
-    Lao, Khmer and Burmese, 4 characters (52)."""
+    Lao, Tibetan, Khmer and Burmese, 4 characters (52)."""
     min_ngram: int = Field(default=8, ge=1, le=_MAX_NGRAM)
     """Shorter passages of at least this many words must occur as a whole; still shorter ones are ignored."""
     margin: NonNegativeInt = 200
@@ -248,18 +242,15 @@ class _Words:
         self._kinds = np.zeros(_CODES, np.uint8)
         self._lower = np.zeros(_CODES, np.uint64)
         for code, char in enumerate(map(chr, range(_CODES - 1))):
-            if (
-                char.isalnum() or char == "_" or unicodedata.category(char)[0] == "M"
-            ):  # M: accents, vowel signs
+            is_mark = unicodedata.category(char)[0] == "M"  # an accent or vowel sign
+            if char.isalnum() or char == "_" or is_mark:
                 self._kinds[code] = _SPACED
                 self._lower[code] = ord(char.lower()[0])
-        for kind, ranges in _UNSPACED.items():
+        for kind, ranges in ((_HAN, IDEOGRAPHS), (_THAI, SYLLABIC)):
             for first, last in ranges:
                 part = self._kinds[first : last + 1]
                 part[part > 0] = kind
-        self._powers, self._inverses = (
-            np.cumprod(np.full(_WINDOW, base, np.uint64)) for base in (_BASE, pow(_BASE, -1, 1 << 64))
-        )
+        self._powers, self._inverses = powers(_WINDOW)
 
     def windows(self, text: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """Yield (starts, ends, hashes, kinds) of the words, window by window; each n-gram lies within one."""
@@ -290,7 +281,4 @@ class _Words:
         """Hash values[starts:ends]: polynomials modulo 2^64 by differences of prefix sums, then mixed."""
         sums = np.zeros(len(values) + 1, np.uint64)
         np.cumsum(values * self._powers[: len(values)], out=sums[1:])
-        found = (sums[ends] - sums[starts]) * self._inverses[starts]
-        for shift, factor in ((32, 0xD6E8FEB86659FD93), (29, 0xD6E8FEB86659FD93)):
-            found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)
-        return found ^ (found >> np.uint64(32))
+        return mixed((sums[ends] - sums[starts]) * self._inverses[starts])

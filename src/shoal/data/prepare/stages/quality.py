@@ -20,15 +20,12 @@ from shoal.data.prepare.stages.documents import (
     with_meta,
 )
 from shoal.data.prepare.stages.repetition import TOP_SIZES, character_units, too_repetitive, word_units
+from shoal.data.prepare.stages.scripts import IDEOGRAPHS, SYLLABIC, UNSPACED_SHARE, pattern
 from shoal.data.prepare.stages.source_code import Kind, is_source_code
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 MEASURED_CHARS = 4_000_000  # of a document; what follows is not looked at
-_UNSPACED_SHARE = 0.3  # of the letters, from which on white space does not separate words
-_IDEOGRAPHS = re.compile("[\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+")
-_SYLLABIC = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\uaa60-\uaa7f]+"
-)  # Thai, Lao, Tibetan, Burmese, Khmer
+_IDEOGRAPHS, _SYLLABIC = (re.compile(pattern(ranges)) for ranges in (IDEOGRAPHS, SYLLABIC))
 _HANGUL = re.compile("[\uac00-\ud7a3]")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _WORDS_WITH_LETTERS = re.compile(r"[^\W\d_]\S*")
@@ -174,7 +171,7 @@ class Page:
         others = _LETTERS.findall(_SYLLABIC.sub(" ", _IDEOGRAPHS.sub(" ", self.text)))
         other_letters = sum(map(len, others))
         letters = ideographs + syllabic + other_letters
-        if ideographs + syllabic < _UNSPACED_SHARE * letters:
+        if ideographs + syllabic < UNSPACED_SHARE * letters:
             return 0
         return round(letters / (ideographs / 2 + syllabic / 4 + len(others)))
 
