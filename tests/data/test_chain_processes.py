@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -68,22 +69,25 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.proof, pytest.mark.timeout(1800)])])
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
-    output, draw, killed, finished = tmp_path / "whole", random.Random(kills), 0, 0
+    draw, killed = random.Random(kills), 0
+    outputs = (tmp_path / f"d{number}" for number in itertools.count())
     began = time.monotonic()
-    assert start(corpus, output).wait(timeout=240) == 0
+    assert start(corpus, next(outputs)).wait(timeout=240) == 0
     took = time.monotonic() - began
-    while killed < kills or finished < 2:
-        if (output / "manifest.json").exists():
-            assert planted.content(output) == whole
-            output, finished = tmp_path / f"d{finished}", finished + 1
+    output = next(outputs)
+    while killed < kills:
         process = start(corpus, output)
         try:
-            process.wait(draw.uniform(0.1, took) if killed < kills else 240)
+            process.communicate(timeout=draw.uniform(0.1, took))
         except subprocess.TimeoutExpired:
             process.kill()
             killed += 1
-        assert process.wait() in (0, -9), process.communicate()[0]
-        process.communicate()
+        text, _ = process.communicate()
+        assert process.returncode in (0, -9), text
+        if process.returncode == 0:
+            assert planted.content(output) == whole
+            output = next(outputs)
+    assert start(corpus, output).wait(timeout=240) == 0
     assert planted.content(output) == whole
 
 

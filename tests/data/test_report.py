@@ -30,8 +30,8 @@ ROWS = [
 ]
 LINEAGE = [
     {"stage": "fetch", "settings": {"timeout_s": 10}},
+    {"stage": "dedup"},  # of which near is a part
     {"stage": "length", "settings": {"min_tokens": 128, "tokenizer": HOSTILE}},
-    {"stage": "near"},
 ]
 SAMPLES = {
     "length: too short": [{"doc": 6, "text": HOSTILE}, {"doc": 7, "text": "天地 " * 100}],
@@ -89,8 +89,8 @@ def test_the_funnel_lists_stages_in_the_order_of_the_chain(page):
     rows = [cells[n : n + 5] for n in range(0, 20, 5)]
     assert rows == [
         ["fetch", "1", "8.3%", "0", "status 404"],
-        ["length", "3", "25.0%", "270", "too short"],
         ["near", "1", "8.3%", "3,000", "near-duplicate"],
+        ["length", "3", "25.0%", "270", "too short"],
         ["kept", "7", "58.3%", "10,500", ""],
     ]
     assert cells[20:23] == ["fetch", "timeout_s", "10"]

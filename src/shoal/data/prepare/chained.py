@@ -21,7 +21,7 @@ from rich.console import Console
 from shoal.data.dataset import PAGES_DIR, SPLITS
 from shoal.data.permutation import permute
 from shoal.data.prepare.chain import Chain, stage_class
-from shoal.data.prepare.decisions import DECISIONS, TABLE, DecisionsWriter
+from shoal.data.prepare.decisions import DECISIONS, DUPLICATE, TABLE, DecisionsWriter
 from shoal.data.prepare.dedup.find import find_duplicates
 from shoal.data.prepare.dedup.ranges import file_batches
 from shoal.data.prepare.dedup.settings import DedupSettings
@@ -29,7 +29,7 @@ from shoal.data.prepare.engine import Engine, Job
 from shoal.data.prepare.lineage import shown
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.prepare.parse import Format
-from shoal.data.prepare.passes import DUPLICATE, Duplicates, SortedRows, TextFiles, fates_path
+from shoal.data.prepare.passes import Duplicates, SortedRows, TextFiles, fates_path
 from shoal.data.prepare.plan import limit_ranges
 from shoal.data.prepare.progress import LINE_EVERY_S
 from shoal.data.prepare.read import PAGES, READ, count_documents
@@ -255,9 +255,10 @@ class Chained:
         """Write the table of documents and the samples; return the record of each stage."""
         stages = self.paths.final / "stages"
         stages.mkdir(exist_ok=True)
-        places = _Places(split, facts)
+        places, funnel = _Places(split, facts), Funnel()
         with DecisionsWriter(stages / TABLE) as table:
             for role, batch in self._fates():
+                funnel.add(batch)
                 table.add(places.add(batch, role))
         samples = Samples()
         for place, (one, two) in enumerate(zip(self.summaries, summaries, strict=True)):
@@ -265,7 +266,7 @@ class Chained:
             samples.merge(two["samples"])
         write_json(stages / SAMPLES, dict(sorted(samples.found.items())))
         shutil.copyfile(self._times, stages / self._times.name)
-        return self._records()
+        return self._records(funnel)
 
     def _fates(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yield the role of the next documents, and what became of them (FATES)."""
@@ -273,11 +274,8 @@ class Chained:
             for batch in file_batches(fates_path(self.paths.ranges, summary["index"])):
                 yield summary["role"], batch
 
-    def _records(self) -> list[Record]:
+    def _records(self, funnel: Funnel) -> list[Record]:
         """Return the record of each stage; report those that dropped nearly all documents that they got."""
-        funnel = Funnel()
-        for _, batch in self._fates():
-            funnel.add(batch)
         before: list[Record] = [
             {"stage": name, "settings": self._settings(name), "counters": counters}
             for name, counters in self.fetched.items()
@@ -309,14 +307,14 @@ class Chained:
 
     def refuse_nothing_left(self) -> None:
         """Raise a DataError that names the stage that dropped most."""
-        records = [record for record in self._records() if "dropped" in record["counters"]]
-        records = [record for record in records if record["stage"] not in self.fetched]
-        total = records[0]["counters"]["documents"]
-        if not total:
-            raise DataError("there is no document in the input", hint="check what it holds")
+        funnel = Funnel()
+        for _, batch in self._fates():
+            funnel.add(batch)
+        records = [record for record in self._records(funnel) if record["stage"] not in self.fetched]
         most = max(records, key=lambda record: record["counters"]["dropped"])
         if not most["counters"]["dropped"]:
             raise DataError("there is no document in the main input", hint="check what it holds")
+        total = funnel.documents
         reason, number = max(most["counters"]["reasons"].items(), key=lambda item: item[1])
         raise DataError(
             f"no document is left of {total:,}: {most['stage']} dropped {most['counters']['dropped']:,}, "

@@ -18,6 +18,7 @@ from shoal.errors import DataError, InputError, counted
 from shoal.runtime.files import atomic_write, read_error, read_json
 
 TABLE = "documents.parquet"  # in the folder `stages`
+DUPLICATE = ("exact", "near", "against", "paragraphs")  # stages that drop what was there before
 ROWS = 1 << 14  # of a row group, but for the last
 _MAX_GROUP = 256 << 20  # bytes of a row group, uncompressed: what the limits below allow
 _MOST = {"url": 2048, "stage": 64, "reason": 128, "detail": 512, "language": 64}  # characters

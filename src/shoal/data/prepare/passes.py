@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shoal.data.prepare.chain import chain_of
-from shoal.data.prepare.decisions import DECISIONS
+from shoal.data.prepare.decisions import DECISIONS, DUPLICATE
 from shoal.data.prepare.dedup.find import CLUSTERS, CLUSTERS_NAME, DECISIONS_NAME, OLD_KEY, PARAGRAPHS_NAME
 from shoal.data.prepare.dedup.find import DECISIONS as DUPLICATES
 from shoal.data.prepare.dedup.minhash import Signer
@@ -41,7 +41,6 @@ from shoal.runtime.files import atomic_write, write_json
 # `chars` is the length of the text when it was dropped, or now.
 TEXTS = DOCUMENTS.remove(DOCUMENTS.get_field_index("page")).append(pa.field("chars", pa.int32()))
 FATES = pa.schema([field for field in DECISIONS if field.name not in ("split", "position")])
-DUPLICATE = ("exact", "near", "against", "paragraphs")  # stages that drop what was there before
 _COUNTED = ("rows", "documents", "empty", "rejected", "filtered", "duplicates", "tokens", "text_bytes")
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shoal.data.prepare.decisions import Decisions
+from shoal.data.prepare.decisions import DUPLICATE, Decisions
 from shoal.data.prepare.samples import PER_REASON, SHOWN_CHARS, Found
 from shoal.data.prepare.steps import REPORT
 from shoal.errors import InputError, counted
@@ -38,7 +38,8 @@ def write_report(dataset: Path, name: str, manifest: Mapping[str, Any], samples:
 def report_page(dataset: Path, name: str, manifest: Mapping[str, Any], samples: Found) -> str:
     """Return the page, from the table of documents, the manifest's lineage, and samples."""
     totals = _Totals(Decisions(dataset))
-    order = [str(record["stage"]) for record in manifest["lineage"]]
+    stages = [str(record["stage"]) for record in manifest["lineage"]]
+    order = [name for stage in stages for name in (DUPLICATE if stage == "dedup" else (stage,))]
     fates = sorted(totals.documents, key=lambda fate: _rank(fate, order, totals))
     return render(
         Path(__file__).with_name("report.html"),
