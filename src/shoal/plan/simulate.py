@@ -87,6 +87,8 @@ class _Tracker(TorchDispatchMode):
         if not any(isinstance(each, FakeTensor) for each in given) and _stays_real(func, given, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is torch.ops.aten.add.Tensor and _sums_gradients(given):
+            func, args = torch.ops.aten.add_.Tensor, (given[1], given[0])
         out = func(*args, **kwargs)
         for tensor in tree_iter(out):
             if (
@@ -99,7 +101,12 @@ class _Tracker(TorchDispatchMode):
         """Say what the memory of tensors is."""
         for tensor in tensors:
             if tensor is not None and (record := self._records.get(_storage(tensor))) is not None:
-                record.category = category
+                record.category = "pipeline" if record.category == "pipeline" else category
+
+    def begin(self, moment: str) -> None:
+        """Begin a part of the run."""
+        self.moment = moment
+        self.history.append((_Record("activations", "none"), 0, moment))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note a size that changed outside of an operation, as those of FSDP's gathered weights do."""
@@ -145,6 +152,22 @@ def _stays_real(func: Any, given: list[Tensor], kwargs: dict[str, Any]) -> bool:
     if device.type == "meta":
         return True
     return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (None, torch.int64)
+
+
+def _sums_gradients(given: list[Tensor]) -> bool:
+    """Say whether autograd adds two gradients of one tensor.
+
+    It does so in place, but where it meets subclasses of tensors, as fake ones are (InputBuffer::accumulate,
+    seen on torch 2.13).
+    """
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()  # as it is where activations are made again
+        and len(given) == 2
+        and given[0].shape == given[1].shape
+        and given[0].dtype == given[1].dtype
+        and _storage(given[0]) is not _storage(given[1])
+    )
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -260,7 +283,7 @@ def _run(workload: Workload, process: Process, tracker: _Tracker, steps: int) ->
     )
     weights = model.named_weights()
     for step in range(1, steps + 1):
-        tracker.moment = f"step {step}"
+        tracker.begin(f"step {step}")
         batch = _batch(workload, step)
         total = forward_backward(job, batch)
         tracker.assign((weight.grad for weight in weights.values()), "gradients")
@@ -268,7 +291,7 @@ def _run(workload: Workload, process: Process, tracker: _Tracker, steps: int) ->
         tracker.assign(weights.values(), "weights")
         for weight in weights.values():
             tracker.assign(optimiser.state_of(weight).values(), "optimizer")
-    tracker.moment = "between steps"
+    tracker.begin("between steps")
 
 
 def _batch(workload: Workload, step: int) -> Any:
