@@ -68,8 +68,13 @@ EXCEPTIONS = {
 MUST_NOT_LOAD_TORCH = (
     "errors",
     "config",
+    "plan.activations",
+    "plan.in_flight",
     "plan.link_cost",
+    "plan.memory",
     "plan.sync_cost",
+    "plan.weights",
+    "plan.workload",
     "models.counts",
     "networks.description",
     "runtime.files",

@@ -44,7 +44,7 @@ def block_bytes(workload: Workload) -> BlockBytes:
     """Return the bytes of a block on one rank."""
     shape, layout = workload.shape, workload.layout
     size, low = workload.activation_bytes, workload.dtype != "fp32"
-    gpt2, on_cpu = shape.style == "gpt2", workload.cluster.device.kind == "cpu"
+    gpt2 = shape.style == "gpt2"
     tokens, own = _tokens(workload)
     d, heads = shape.d_model, shape.n_heads // layout.tp
     q, kv = heads * shape.head_dim, shape.n_kv_heads // layout.tp * shape.head_dim
@@ -69,7 +69,6 @@ def block_bytes(workload: Workload) -> BlockBytes:
     whole_gradient = inner if low or layout.sequence else 0
     mlp_work = stream + wide * (1 if gpt2 else 2) + whole_gradient
     matrices = (2 * d * q + 2 * d * kv + (2 if gpt2 else 3) * d * shape.d_ff // layout.tp) if low else 0
-    del on_cpu
     return BlockBytes(
         stream, saved, products, again, max(mlp_work, attention_work + stream - mlp), size * matrices
     )
@@ -102,7 +101,7 @@ def _tokens(workload: Workload) -> tuple[int, int]:
 
 
 def _norm_bytes(workload: Workload, own: int) -> int:
-    """Return what a norm keeps beside its input: statistics; RMSNorm on a CPU is decomposed, and keeps more."""
+    """Return what a norm keeps beside its input: statistics, and of a CPU's RMSNorm more."""
     if workload.shape.style == "gpt2":
         return 8 * own
     if workload.cluster.device.kind == "cpu":

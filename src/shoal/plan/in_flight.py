@@ -59,7 +59,7 @@ def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
             held[op // a_round % 2] += 1
         if op >= warmup:
             stage = 1 - (op - warmup) // a_round % 2
-            yield InFlight((held[0], held[1]), stage, first=op < warmup + a_round and not op > warmup)
+            yield InFlight((held[0], held[1]), stage, first=op == warmup)
             waiting.append(stage)
             if not split or op - warmup >= rank:
                 held[waiting.pop(0)] -= 1

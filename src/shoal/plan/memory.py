@@ -5,14 +5,14 @@ docs/planner.md has each formula with its source; `shoal.plan.simulate` checks t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Literal
 
-from shoal.config.sync_rules import BUCKET_BYTES
-from shoal.models.counts import count_parameters
 from shoal.plan.activations import block_bytes, end_bytes
-from shoal.plan.in_flight import in_flight
-from shoal.plan.weights import Group, block_group, groups_of
+from shoal.plan.in_flight import InFlight, in_flight
+from shoal.plan.weights import block_group, groups_of
 from shoal.plan.workload import Workload
 
 CATEGORIES = (
@@ -29,7 +29,6 @@ CATEGORIES = (
     "reserve",
     "context",
 )
-_BETWEEN_STEPS = ("weights", "master_weights", "gradients", "optimizer", "pipeline")
 _OUTSIDE = ("reserve", "context")  # beside what tensors take
 # Of a 345M GPT-2 on a 24 GB GPU: 13,826 MiB reserved where 11,927 were allocated at the peak, and 15,107 in
 # nvidia-smi (run of 2020, docs/planner.md).
@@ -89,17 +88,31 @@ def _tensors(moment: Moment) -> int:
     return sum(size for category, size in moment.bytes.items() if category not in _OUTSIDE)
 
 
-def memory_of(workload: Workload) -> list[RankMemory]:
+def memory_of(workload: Workload, profile: Literal["shoal", "megatron_2020"] = "shoal") -> list[RankMemory]:
     """Return the memory of a rank at each place of the pipeline.
 
-    With ZeRO, of the first rank of a group: the others hold as much, or a row less of each tensor.
+    With ZeRO, of the first rank of a group: the others hold as much, or a row less of each tensor. `profile`
+    says whose rules hold: this code's, or those of Megatron-LM's runs of 2020.
     """
+    if profile == "megatron_2020":
+        return _megatron_2020(workload)
     return [_Rank(workload, rank).memory() for rank in range(workload.layout.pp)]
 
 
 def worst(workload: Workload) -> RankMemory:
     """Return the memory of the rank that needs most."""
     return max(memory_of(workload), key=lambda memory: memory.total_bytes)
+
+
+@dataclass
+class _Held:
+    """What a rank holds at a moment beside weights, optimiser and buffers of the pipeline."""
+
+    gradients: int = 0
+    layer_inputs: int = 0
+    activations: int = 0
+    logits: int = 0
+    communication: int = 0
 
 
 class _Rank:
@@ -111,64 +124,65 @@ class _Rank:
         self.stages = workload.stages_of_ranks[rank]
         self.on_cpu = workload.cluster.device.kind == "cpu"
         self.offload = workload.config.parallel.offload and not self.on_cpu
+        self.inputs_on_host = train.recompute_offload and not self.on_cpu
         self.recompute, self.chunk = train.recompute, train.recompute_layers
-        self.groups = groups_of(shape, layout, self.stages)
-        self.block_weights = block_group(shape, layout.tp)
         self.block, self.end = block_bytes(workload), end_bytes(workload)
-        self.parts = layout.dp_shard
-        self.is_first = self.stages[0].start == 0
-        self.is_last = self.stages[-1].stop == shape.n_layers
-        self.table = 4 * shape.padded_vocab_size // layout.tp * shape.d_model
+        self.groups = groups_of(shape, layout, self.stages)
+        self.num_blocks = sum(map(len, self.stages))
+        self.block_weights = 4 * block_group(shape, layout.tp).numel
         self.whole = 4 * sum(group.numel * count for group, count in self.groups)
-        self.shards = 4 * sum(group.sharded(self.parts) * count for group, count in self.groups)
-        self.blocks = sum(map(len, self.stages))
-        self.root = self.whole - 4 * self.block_weights.numel * self.blocks
+        self.shards = 4 * sum(group.sharded(layout.dp_shard) * count for group, count in self.groups)
+        self.ends = self.whole - self.block_weights * self.num_blocks
+        self.table = 4 * shape.padded_vocab_size // layout.tp * shape.d_model
+        self.has_first, self.has_last = self.stages[0].start == 0, self.stages[-1].stop == shape.n_layers
         self.is_ddp = layout.dp_replicate > 1 and layout.tp * layout.pp == 1 and not layout.zero
-        self.low = workload.dtype != "fp32"
+        self.in_flight_scatters = _SCATTERS_IN_FLIGHT[workload.cluster.device.kind]
 
     def memory(self) -> RankMemory:
-        moments = [self._moment("between steps", gradients=self.shards)]
-        moments += self._computation()
-        moments.append(self._moment("gradients summed", gradients=self.shards, communication=self._flat()))
-        moments.append(self._moment("optimiser step", gradients=self.shards, activations=self._update()))
-        host = (self.shards + self._optimizer()) if self.offload else 0
+        moments = [self._moment("between steps", _Held(self.shards))]
+        for held in in_flight(self.layout, self.rank, self.workload.num_microbatches):
+            moments += self._micro_batch(held)
+        moments.append(self._moment("gradients summed", _Held(self.shards, communication=self._flat())))
+        moments.append(self._moment("optimiser step", _Held(self.shards, activations=self._update())))
+        host = self.shards + self._optimizer() + self.shards if self.offload else 0
         return RankMemory(self.rank, tuple(moments), host)
 
-    def _moment(self, name: str, **more: int) -> Moment:
-        train = self.workload.config.train
-        held = dict.fromkeys(CATEGORIES, 0)
-        held |= {"weights": self.shards, "optimizer": self._optimizer(), "pipeline": self._boundaries()}
-        held |= more
-        if self.offload:
-            held |= dict.fromkeys(("weights", "optimizer", "gradients"), 0)
+    def _moment(self, name: str, held: _Held) -> Moment:
+        sizes = dict.fromkeys(CATEGORIES, 0) | asdict(held)
+        sizes["pipeline"] = self._boundaries()
+        if self.offload:  # one block's shards pass through the device
+            sizes |= {"gradients": 0, "offload": 2 * self.block_weights // self.layout.dp_shard}
+        else:
+            sizes |= {"weights": self.shards, "optimizer": self._optimizer()}
+        if self.inputs_on_host:
+            sizes |= {"layer_inputs": 0, "offload": sizes["offload"] + 2 * self.block.stream}
         if not self.on_cpu:
-            held["reserve"] = int(sum(held.values()) * _RESERVE)
-            held["context"] = _CONTEXT_BYTES
-        del train
-        return Moment(name, held)
+            sizes["reserve"] = int(sum(sizes.values()) * _RESERVE)
+            sizes["context"] = _CONTEXT_BYTES
+        return Moment(name, sizes)
 
     def _optimizer(self) -> int:
         """Return two moments and a counter a tensor for AdamW, momentum alone for SGD and Muon."""
-        settings = self.workload.config.optimizer
+        settings, parts = self.workload.config.optimizer, self.layout.dp_shard
         if settings.name == "sgd":
             return self.shards if settings.momentum else 0
         total = 0
         for group, count in self.groups:
-            values, tensors = 2 * group.sharded(self.parts), group.count
+            values, tensors = 2 * group.sharded(parts), group.count
             if settings.name == "muon" and group.orthogonal:
-                values, tensors = values - group.sharded_matrices(self.parts), len(group.vectors)
+                values, tensors = values - group.sharded_matrices(parts), len(group.vectors)
             total += 4 * (values + tensors) * count
         return total
 
     def _boundaries(self) -> int:
-        """Return the buffers in which a stage receives activations and gradients of every micro-batch."""
+        """Return the buffers in which stages receive activations and gradients of every micro-batch."""
         if self.layout.pp == 1:
             return 0
         ends = sum((s.start > 0) + (s.stop < self.shape.n_layers) for s in self.stages)
         return ends * self.workload.num_microbatches * self.block.stream
 
     def _kept(self, layers: int) -> tuple[int, int]:
-        """Return layer inputs, and other activations, of one micro-batch in so many layers of a stage."""
+        """Return layer inputs, and other activations, of one micro-batch in so many layers."""
         block = self.block
         if self.recompute == "full":
             return -(-layers // self.chunk) * block.stream, 0
@@ -176,145 +190,133 @@ class _Rank:
             return layers * block.stream, layers * block.products
         return layers * block.stream, layers * (block.saved + block.weight_copies)
 
-    def _computation(self) -> list[Moment]:
-        """Return the moments of the micro-batch with most in flight, its gradients before and after."""
-        moments: list[Moment] = []
-        count = self.workload.num_microbatches
-        for held in in_flight(self.layout, self.rank, count):
-            moments += self._backward(held.counts, held.stage, first=held.first)
-        return moments
-
-    def _backward(self, counts: tuple[int, ...], stage: int, *, first: bool) -> list[Moment]:
-        """Return the moments of the loss and backward pass of one micro-batch in a stage.
-
-        `counts` are the micro-batches in flight in each stage, this one included; with `first`, no gradient
-        is there yet.
-        """
-        layers = self.stages[stage]
-        has_loss = layers.stop == self.shape.n_layers
-        inputs = others = 0
-        for number, (held, some) in enumerate(zip(counts, self.stages, strict=True)):
-            kept, saved = self._kept(len(some))
-            received = self.block.stream if some.start else 0  # the buffer that it came in
-            end = self.block.stream if some.stop < self.shape.n_layers else self.end.saved
-            full = held - (number == stage and has_loss)
-            inputs += held * (kept - received)
-            others += held * (saved + end)
-            del full
-        logits = counts[stage] * self.end.logits if has_loss else 0
-        copies = self._copies(counts, stage)
-        del copies
-        block, end = self.block, self.end
-        moments = []
-        gathered = self._gathered()
-        done = 0 if first else self.shards
-        if self.is_ddp:
-            done = self.shards
-        accumulating = bool(done)
-        if has_loss:
-            cached = block.weight_copies * len(layers) if self.recompute != "none" else 0
-            moments.append(
-                self._moment(
-                    "loss",
-                    gradients=done,
-                    layer_inputs=inputs,
-                    activations=others + cached + end.loss_workspace + end.weight_copies,
-                    logits=logits,
-                    communication=gathered,
-                )
-            )
-            table = end.weight_copies + max(0, self.table - logits) if self.low else self.table
-            moments.append(
-                self._moment(
-                    "backward of the head",
-                    gradients=done,
-                    layer_inputs=inputs,
-                    activations=others + table + end.workspace + end.weight_copies,
-                    logits=logits,
-                    communication=gathered,
-                )
-            )
-            logits -= end.logits
-            others -= end.saved
-            done += self._gradient(self.root if not self.is_first else self.table, accumulating)
-            head = self.table if self.shape.tie_embeddings and accumulating and self.is_first else 0
-        else:
-            head = 0
-        chunk = min(self.chunk, len(layers)) if self.recompute == "full" else 1
-        workspace = block.workspace
-        if self.recompute == "full":
-            workspace += chunk * (block.saved + block.weight_copies) + (chunk - 1) * block.stream
-        elif self.recompute == "selective":
-            workspace += block.recomputed_saved + block.weight_copies
-        down = 4 * self.shape.d_model * self.shape.d_ff // self.layout.tp
-        step_inputs, step_others = self._kept(chunk)
-        grads_block = 4 * self.block_weights.numel
-        steps = len(layers) // chunk
-        for number in sorted({0, steps - 1}):
-            more = self._gradient(number * chunk * grads_block, accumulating)
-            moments.append(
-                self._moment(
-                    f"backward of layer {layers.stop - 1 - number * chunk}",
-                    gradients=done + more,
-                    layer_inputs=inputs - number * step_inputs,
-                    activations=others - number * step_others + workspace + down + head,
-                    logits=logits,
-                    communication=gathered + self._scattering(number),
-                )
-            )
+    def _micro_batch(self, now: InFlight) -> Iterator[Moment]:
+        """Yield the moments of the end of one forward pass and of its backward pass."""
+        layers = self.stages[now.stage]
+        held = _Held(
+            gradients=self.shards if self.is_ddp or not now.first else 0, communication=self._gathered()
+        )
+        for count, some in zip(now.counts, self.stages, strict=True):
+            inputs, others = self._kept(len(some))
+            last = some.stop == self.shape.n_layers
+            held.layer_inputs += count * (inputs - (self.block.stream if some.start else 0))
+            held.activations += count * (others + (self.end.saved if last else self.block.stream))
+            held.logits += count * self.end.logits if last else 0
+        if layers.stop == self.shape.n_layers:
+            yield from self._loss(held, len(layers))
+        yield from self._layers(held, layers)
         if layers.start == 0:
-            kept, saved = self._kept(len(layers))
-            moments.append(
-                self._moment(
-                    "backward of the embedding",
-                    gradients=max(done, self.shards),
-                    layer_inputs=inputs - kept,
-                    activations=others - saved + 2 * self.block.stream + head + self.table,
-                    logits=logits,
-                    communication=gathered + self._scattering(1),
-                )
-            )
-        return moments
+            yield from self._embedding(held)
 
-    def _gradient(self, size: int, accumulating: bool) -> int:
-        """Return the bytes that gradients of so many bytes of weights add."""
-        return 0 if accumulating else size // (self.parts if self.layout.zero else 1)
+    def _loss(self, held: _Held, layers: int) -> Iterator[Moment]:
+        """Yield the loss and the head's backward pass; leave what is held after them."""
+        end = self.end
+        copies = end.weight_copies + (self.block.weight_copies * layers if self.recompute != "none" else 0)
+        more = copies + end.loss_workspace
+        yield self._moment("loss", replace(held, activations=held.activations + more))
+        more = end.weight_copies + end.workspace
+        # A low-precision gradient of the table becomes one in fp32 when the logits are gone.
+        low = end.weight_copies
+        more += low + max(0, self.table - held.logits) if low else self.table
+        yield self._moment("backward of the head", replace(held, activations=held.activations + more))
+        held.logits -= end.logits
+        held.activations -= end.saved
+        more = end.norm_workspace
+        self._add_gradient(held, self.table, is_end=True)
+        yield self._moment("backward of the last norm", replace(held, activations=held.activations + more))
 
-    def _copies(self, counts: tuple[int, ...], stage: int) -> int:
-        return 0
+    def _layers(self, held: _Held, layers: range) -> Iterator[Moment]:
+        """Yield the backward pass of the last and the first chunk of layers, between which all is linear."""
+        block, chunk = self.block, min(self.chunk, len(layers)) if self.recompute == "full" else 1
+        work = block.workspace + 4 * self.shape.d_model * self.shape.d_ff // self.layout.tp
+        if self.recompute == "full":
+            work += chunk * (block.saved + block.weight_copies) + (chunk - 1) * block.stream
+        elif self.recompute == "selective":
+            work += block.recomputed_saved + block.weight_copies
+        inputs, others = self._kept(chunk)
+        scatter = self.block_weights if self.layout.zero else 0
+        for layer in range(layers.stop - chunk, layers.start - 1, -chunk):
+            if layer + chunk == layers.stop or layer < layers.start + chunk:
+                name = f"backward of layer {layer}"
+                late = min(self.in_flight_scatters, (layers.stop - chunk - layer) // chunk) * scatter
+                now = replace(held, communication=held.communication + late)
+                yield self._moment(name, replace(now, activations=held.activations + work))
+                if scatter:
+                    now.communication += 2 * scatter  # its gradients, and their copy
+                    now.activations += block.stream - others
+                    yield self._moment(f"reduction of layer {layer}", now)
+            held.layer_inputs -= inputs
+            held.activations -= others
+            self._add_gradient(held, chunk * self.block_weights)
+
+    def _embedding(self, held: _Held) -> Iterator[Moment]:
+        """Yield the embedding's backward pass, whose gradient is as dense as the table."""
+        if self.layout.zero:
+            held.communication += self.in_flight_scatters * self.block_weights
+            if self.layout.zero < 3 and held.gradients < self.shards:  # the last backward pass
+                held.communication -= self.whole - self.ends
+        held.activations += 2 * self.block.stream + self.table
+        yield self._moment("backward of the embedding", held)
+
+    def _add_gradient(self, held: _Held, size: int, *, is_end: bool = False) -> None:
+        """Count the gradient of a part as done.
+
+        That of a tied table is held apart until the embedding's is added, and so is a whole one of ZeRO.
+        """
+        tied = self.shape.tie_embeddings and self.has_first and self.has_last
+        if is_end and (tied or self.layout.zero):
+            held.activations += size
+        elif held.gradients < self.shards:
+            held.gradients += size // self.layout.dp_shard
 
     def _gathered(self) -> int:
         """Return FSDP's gathered weights: all of them, or with ZeRO-3 those of two blocks and the ends."""
         if not self.layout.zero:
             return 0
-        if self.layout.zero < 3:
-            return self.whole
-        return self.root + 2 * 4 * self.block_weights.numel
-
-    def _scattering(self, number: int) -> int:
-        """Return whole gradients on their way to shards."""
-        if not self.layout.zero:
-            return 0
         if self.layout.zero == 1 and self.workload.num_microbatches > 1:
-            return self.whole
-        return (
-            (1 + _SCATTERS_IN_FLIGHT["cpu" if self.on_cpu else "cuda"] * bool(number))
-            * 4
-            * (self.block_weights.numel)
-        )
+            return 2 * self.whole  # with the gradients, which are not summed before the last backward pass
+        return self.whole if self.layout.zero < 3 else self.ends + 2 * self.block_weights
 
     def _flat(self) -> int:
-        """Return the flat copies of gradients that replicas of a cut model sum, and tied embeddings."""
-        size = 0
+        """Return the flat copies of gradients that replicas of a cut model, and tied embeddings, sum."""
+        sizes = [0]
         if self.layout.dp_replicate > 1 and not self.is_ddp:
-            reduce = self.workload.config.precision.reduce_dtype
-            size += self.shards + (self.shards // 2 if reduce == "bf16" else 0)
-        return size
+            sizes.append(self.shards)
+        if self.layout.pp > 1 and self.shape.tie_embeddings and (self.has_first or self.has_last):
+            sizes.append(self.table // self.layout.dp_shard)
+        half = self.workload.config.precision.reduce_dtype == "bf16"
+        return max(sizes) * 3 // 2 if half else max(sizes)
 
     def _update(self) -> int:
         """Return what the optimiser's update needs beside its state; AdamW's fused kernel needs nothing."""
         settings = self.workload.config.optimizer
-        largest = 4 * max(group.largest() for group, _ in self.groups) // self.parts
+        largest = 4 * max(group.largest() for group, _ in self.groups) // self.layout.dp_shard
         if settings.name == "sgd":
             return largest if settings.weight_decay else 0
         return 4 * largest if settings.name == "muon" else 0
+
+
+def _megatron_2020(workload: Workload) -> list[RankMemory]:
+    """Return the memory of a rank by the rules of Megatron-LM's fp16 training in 2020, with all recomputed.
+
+    20 bytes a parameter: fp16 weight and gradient, fp32 weight, gradient and two moments. Inputs of layers in
+    fp16, and three fp32 copies of the logits.
+    """
+    shape, layout, train = workload.shape, workload.layout, workload.config.train
+    tokens = train.micro_batch_size * train.seq_len
+    found = []
+    for rank, stages in enumerate(workload.stages_of_ranks):
+        count = sum(group.numel * number for group, number in groups_of(shape, layout, stages))
+        state = dict.fromkeys(CATEGORIES, 0) | {
+            "weights": 2 * count,
+            "master_weights": 4 * count,
+            "gradients": 6 * count,
+            "optimizer": 8 * count,
+        }
+        layers = sum(map(len, stages)) * min(workload.num_microbatches, layout.pp - rank)
+        logits = 12 * tokens * shape.padded_vocab_size // layout.tp if rank == layout.pp - 1 else 0
+        peak = state | {"layer_inputs": 2 * layers * tokens * shape.d_model, "logits": logits}
+        for moment in (state, peak):
+            moment |= {"reserve": int(sum(moment.values()) * _RESERVE), "context": _CONTEXT_BYTES}
+        found.append(RankMemory(rank, (Moment("between steps", state), Moment("loss", peak))))
+    return found

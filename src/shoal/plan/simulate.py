@@ -187,12 +187,13 @@ class _PaperTask(Gpt):
         self._reset_after = 0 if self.config.data.reset_documents else None
 
     def micro_batches(self, batch: Any) -> list[MicroBatch]:
-        whole = (tensor.clone() for tensor in batch.data)  # as of a copy to the device
-        return [MicroBatch(*p) for p in zip(*(t.split(self.config.train.micro_batch_size) for t in whole))]
+        size = self.config.train.micro_batch_size
+        parts = zip(*(tensor.clone().split(size) for tensor in batch.data), strict=True)
+        return [MicroBatch(*part) for part in parts]
 
 
 class _Replica(DistributedDataParallel):
-    """DDP with its first buckets: to order them anew it reads what other ranks sent. Their sum is the same."""
+    """DDP with its first buckets: to order them anew it reads what other ranks sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -218,9 +219,8 @@ def simulate(workload: Workload, rank: int = 0, *, steps: int = 2) -> Simulation
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = _Tracker(mode)
-    with _fake_world(workload, rank, tracker) as process:
-        with mode, tracker:
-            _run(workload, process, tracker, steps)
+    with _fake_world(workload, rank, tracker) as process, mode, tracker:
+        _run(workload, process, tracker, steps)
     return Simulation.of(tracker.history)
 
 
@@ -295,7 +295,7 @@ def _run(workload: Workload, process: Process, tracker: _Tracker, steps: int) ->
 
 
 def _batch(workload: Workload, step: int) -> Any:
-    train, shape = workload.config.train, workload.shape
+    train = workload.config.train
     count = workload.num_microbatches * train.micro_batch_size
     tokens = torch.zeros(count, train.seq_len + 1, dtype=torch.long)
     data = (tokens, torch.zeros(count, dtype=torch.long))
