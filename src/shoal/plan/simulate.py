@@ -11,7 +11,7 @@ record, whose category may be found after its life; the history is summed up at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -49,6 +49,7 @@ from shoal.train.step import forward_backward, take_unjudged
 
 _CPU = torch.device("cpu")
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BETWEEN = "between steps"
 _CATEGORY_OF_PHASE = {"bubble": "pipeline", "communication": "communication"}  # else activations
 
 
@@ -61,6 +62,9 @@ class _Record:
     num_bytes: int = 0
 
 
+_Change = tuple[_Record, int, str]  # bytes, and the moment
+
+
 class _Tracker(TorchDispatchMode):
     """Notes when each storage begins, changes its size and ends."""
 
@@ -70,7 +74,7 @@ class _Tracker(TorchDispatchMode):
         self.category = "activations"  # of new storages
         self.moment = "start"
         self.paused = False
-        self.history: list[tuple[_Record, int, str]] = []  # record, change in bytes, moment
+        self.history: list[_Change] = []
         self._records = WeakIdKeyDictionary()
 
     def __torch_dispatch__(
@@ -91,9 +95,8 @@ class _Tracker(TorchDispatchMode):
             func, args = torch.ops.aten.add_.Tensor, (given[1], given[0])
         out = func(*args, **kwargs)
         for tensor in tree_iter(out):
-            if (
-                isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
-            ):  # DTensor has one of its own
+            # DTensor has a mode of its own, in which it works out shapes.
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
                 self._see(tensor, func.name())
         return out
 
@@ -211,17 +214,24 @@ class _Reducer:
         return False
 
 
-def simulate(workload: Workload, rank: int = 0, *, steps: int = 2) -> Simulation:
-    """Return what a rank of the layout has allocated over its steps, by category.
+def simulate(workload: Workload, rank: int = 0) -> RankMemory:
+    """Return the memory of a rank between steps, and at the largest moment of each phase of its second step.
 
-    The first step makes the optimiser's state. Nothing is computed or sent; the process must not be in a
-    process group.
+    The first step makes the optimiser's state. Kernels are a CPU's; nothing is computed or sent, and nothing
+    is known of allocators. The process must not be in a process group.
     """
+    layout, steps = workload.layout, 2
+    history = record_history(workload, rank, steps)
+    return RankMemory(rank // (layout.dp * layout.tp), tuple(_moments(history, steps)))
+
+
+def record_history(workload: Workload, rank: int, steps: int) -> list[_Change]:
+    """Return every change of a rank's memory in its first steps."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = _Tracker(mode)
     with _fake_world(workload, rank, tracker) as process, mode, tracker:
         _run(workload, process, tracker, steps)
-    return Simulation.of(tracker.history)
+    return tracker.history
 
 
 @contextmanager
@@ -291,7 +301,7 @@ def _run(workload: Workload, process: Process, tracker: _Tracker, steps: int) ->
         tracker.assign(weights.values(), "weights")
         for weight in weights.values():
             tracker.assign(optimiser.state_of(weight).values(), "optimizer")
-    tracker.begin("between steps")
+    tracker.begin(_BETWEEN)
 
 
 def _batch(workload: Workload, step: int) -> Any:
@@ -311,33 +321,15 @@ def _name_layer_inputs(model: Any, tracker: _Tracker) -> None:
             part.head.register_forward_hook(lambda _, args, out: tracker.assign([out], "logits"))
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """History of a rank's memory."""
-
-    changes: np.ndarray  # int64 [events, categories], bytes
-    moments: list[str]  # of each event
-    records: list[Any]
-
-    @classmethod
-    def of(cls, history: list[tuple[_Record, int, str]]) -> Simulation:
-        changes = np.zeros((len(history), len(CATEGORIES)), np.int64)
-        for row, (record, change, _) in zip(changes, history, strict=True):
-            row[CATEGORIES.index(record.category)] = change
-        return cls(changes, [moment for _, _, moment in history], history)
-
-    @property
-    def memory(self) -> RankMemory:
-        held = self.changes.cumsum(axis=0)
-        total = held.sum(axis=1)
-        best: dict[str, int] = {}
-        for place, name in enumerate(self.moments):
-            if name not in best or total[place] > total[best[name]]:
-                best[name] = place
-        return RankMemory(
-            0,
-            tuple(
-                Moment(name, dict(zip(CATEGORIES, map(int, held[place]), strict=True)))
-                for name, place in best.items()
-            ),
-        )
+def _moments(history: Sequence[_Change], step: int) -> list[Moment]:
+    """Return what is held between steps, and the largest moment of each phase of a step."""
+    held, total = dict.fromkeys(CATEGORIES, 0), 0
+    largest: dict[str, tuple[int, dict[str, int]]] = {}
+    for record, change, name in history:
+        held[record.category] += change
+        total += change
+        if name not in largest or total > largest[name][0]:
+            largest[name] = total, dict(held)
+    between = Moment(_BETWEEN, largest[_BETWEEN][1])
+    phases = (name for name in largest if name.startswith(f"step {step}: "))
+    return [between, *(Moment(name.partition(": ")[2], largest[name][1]) for name in phases)]

@@ -1,0 +1,153 @@
+"""Predicted memory beside that of simulated steps, of ranks that hold tensors, and of real processes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.plan_memory import LIMIT, cases, compare
+from shoal.config.layout import parse_layout, settings_of
+from shoal.config.load import validate
+from shoal.models.shape import resolve_shape
+from shoal.plan.cluster import Cluster, DeviceSpec
+from shoal.plan.link_cost import Link
+from shoal.plan.memory import memory_of
+from shoal.plan.simulate import simulate
+from shoal.plan.workload import Workload
+from shoal.runtime.mesh import local
+from shoal.train.loop import train
+from tests.plan.workloads import workload
+from tests.proof.layouts import ALL
+from tests.train.ranks import make_job, tiny_config
+
+BETWEEN = ("weights", "gradients", "optimizer")
+ODD = {"n_layers": 8, "d_model": 36, "n_heads": 4, "d_ff": 148, "max_seq_len": 8}  # 36 rows over 4 ranks, 37
+
+
+def held(memory):
+    """Return what is held between steps."""
+    return {name: memory.moments[0].bytes[name] for name in BETWEEN}
+
+
+def error_of(planned, pp_rank):
+    """Return how far the predicted peak is off, relative to the simulated one."""
+    predicted = memory_of(planned)[pp_rank].peak_bytes
+    seen = simulate(planned, pp_rank * planned.layout.dp * planned.layout.tp).peak_bytes
+    return predicted / seen - 1
+
+
+@pytest.mark.parametrize("layout", [*ALL.split(", "), "zero2x3", "pp4+interleaved"])
+def test_what_is_held_between_steps_is_exact(layout):
+    style = "gpt2" if len(layout) % 2 else "llama"
+    train = {"micro_batch_size": 1, "seq_len": 8}
+    model = {**ODD, "style": style}
+    cut = parse_layout(layout)
+    planned = workload("tiny", layout, num_microbatches=cut.pp, vocab_size=509, model=model, train=train)
+    predicted = memory_of(planned)
+    for pp_rank in {0, cut.pp - 1}:
+        assert held(predicted[pp_rank]) == held(simulate(planned, pp_rank * cut.dp * cut.tp))
+
+
+@pytest.mark.parametrize(("name", "layout"), [("sgd", "zero3x2"), ("muon", "dp2"), ("muon", "pp2")])
+def test_state_of_other_optimisers_is_exact(name, layout):
+    planned = workload("tiny", layout, num_microbatches=2, vocab_size=509, optimizer={"name": name})
+    for memory in memory_of(planned):
+        assert held(memory) == held(simulate(planned, memory.pp_rank))
+
+
+def held_by_rank(run_dir, values):
+    """Take a step and return the bytes of this rank's tensors."""
+    job = make_job(run_dir, values)
+    train(job)
+    weights = job.model.named_weights().values()
+    state = [job.optimiser.state_of(weight).values() for weight in weights]
+    return {
+        "weights": sum(local(weight).nbytes for weight in weights),
+        "gradients": sum(local(weight.grad).nbytes for weight in weights),
+        "optimizer": sum(local(tensor).nbytes for one in state for tensor in one),
+    }
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2", "zero1x2", "zero3x2", "tp2+sp", "pp2", "pp2+interleaved", "dp2*tp2"]
+)
+def test_ranks_hold_what_is_predicted(pool, tmp_path, data, layout):
+    cut = parse_layout(layout)
+    values = tiny_config(data, model={"n_layers": 4}, train={"steps": 1}, parallel=settings_of(cut))
+    found = pool.run(held_by_rank, cut.world_size, tmp_path, values)
+    config = validate(values, "test")
+    vocab_size = json.loads((data / "manifest.json").read_text())["vocab_size"]
+    link = Link(1e-6, 1e9)
+    cluster = Cluster(DeviceSpec("cpu", "cpu", 1e9, {}, 1e9, 1e9), cut.world_size, 1, link, link)
+    planned = Workload(config, resolve_shape(config.model, vocab_size), cut, cluster, "fp32")
+    for memory in memory_of(planned):
+        assert held(memory) == found[memory.pp_rank * cut.dp * cut.tp]
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "dtype", "how", "size"),
+    [
+        ("gpt2", "1", "fp32", "none", 4),
+        ("gpt2", "dp2", "bf16", "full", 1),
+        ("gpt2", "zero2x2", "fp32", "full", 16),
+        ("gpt2-medium", "zero3x4", "bf16", "selective", 4),
+        ("gpt2", "tp2+sp", "bf16", "none", 4),
+        ("llama-160m", "tp2", "fp32", "selective", 16),
+        ("llama-160m", "dp2*tp2", "bf16", "full", 1),
+    ],
+)
+def test_peak_is_within_five_percent_of_the_simulated_one(preset, layout, dtype, how, size):
+    settings = {"recompute": how, "micro_batch_size": size, "seq_len": 1024}
+    planned = workload(preset, layout, dtype, model={"n_layers": 3}, train=settings)
+    assert abs(error_of(planned, 0)) < LIMIT
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_peak_of_each_pipeline_rank_is_within_five_percent(schedule):
+    settings = {"micro_batch_size": 2, "seq_len": 1024}
+    planned = workload(
+        "gpt2", f"pp2+{schedule}", "fp32", num_microbatches=4, model={"n_layers": 4}, train=settings
+    )
+    for pp_rank in (0, 1):
+        assert abs(error_of(planned, pp_rank)) < LIMIT
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_peak_with_plain_attention_and_dropout_is_within_five_percent(dtype):
+    model = {"n_layers": 3, "dropout": 0.1, "attention_dropout": 0.1}
+    planned = workload("gpt2", "1", dtype, model=model, train={"micro_batch_size": 4})
+    assert abs(error_of(planned, 0)) < LIMIT
+
+
+def test_a_rank_of_512_is_simulated_and_predicted():
+    """Eight layers of the 8.3B model, of which make proof takes all 72."""
+    planned = workload("gpt2-8b", "dp64*tp8", "bf16", model={"n_layers": 8}, train={"recompute": "full"})
+    (memory,) = memory_of(planned)
+    seen = simulate(planned, 511)
+    assert held(memory) == held(seen)
+    assert memory.peak_bytes == pytest.approx(seen.peak_bytes, rel=LIMIT)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(7200)
+def test_every_pair_is_within_five_percent():
+    rows = [row for case in cases(quick=False) for row in compare(case)]
+    assert len(rows) > 300
+    assert [row for row in rows if abs(row["error"]) > LIMIT or not row["exact"]] == []
+
+
+@pytest.mark.proof
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("preset", "how", "size"), [("gpt2", "none", 2), ("gpt2", "full", 8), ("llama-160m", "selective", 2)]
+)
+def test_growth_of_a_process_is_within_ten_percent(tmp_path, preset, how, size):
+    command = [sys.executable, "-m", "tests.plan.growth", str(tmp_path), preset, how, str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    grown = json.loads(done.stdout.splitlines()[-1])
+    assert grown["predicted"] == pytest.approx(grown["grown"], rel=0.1), grown
