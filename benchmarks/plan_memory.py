@@ -25,7 +25,10 @@ from tests.plan.workloads import workload
 
 LIMIT = 0.05
 PRESETS = {"gpt2": {}, "gpt2-medium": {}, "llama-160m": {"n_kv_heads": 4}}
-LAYOUTS = ["1", "dp2", "zero1x2", "zero2x2", "zero3x4", "tp2", "tp2+sp", "pp2", "pp2+gpipe", "pp2+interleaved", "dp2*tp2", "zero3x2*tp2+sp"]
+LAYOUTS = (
+    *("1", "dp2", "zero1x2", "zero2x2", "zero3x4", "tp2", "tp2+sp"),
+    *("pp2", "pp2+gpipe", "pp2+interleaved", "dp2*tp2", "zero3x2*tp2+sp"),
+)
 RECOMPUTE = ("none", "selective", "full")
 BATCHES = (1, 4, 16)
 BETWEEN = ("weights", "gradients", "optimizer")

@@ -193,20 +193,22 @@ class _Rank:
     def _micro_batch(self, now: InFlight) -> Iterator[Moment]:
         """Yield the moments of the end of one forward pass and of its backward pass."""
         layers = self.stages[now.stage]
-        held = _Held(
-            gradients=self.shards if self.is_ddp or not now.first else 0, communication=self._gathered()
-        )
-        for count, some in zip(now.counts, self.stages, strict=True):
+        count = self.workload.num_microbatches
+        late = self.layout.zero == 1  # shards of gradients come with the last backward pass alone
+        summed = self.shards if self.is_ddp or not (now.first or late) else 0
+        held = _Held(gradients=summed, communication=self._gathered(now))
+        for number, some in zip(now.counts, self.stages, strict=True):
             inputs, others = self._kept(len(some))
             last = some.stop == self.shape.n_layers
-            held.layer_inputs += count * (inputs - (self.block.stream if some.start else 0))
-            held.activations += count * (others + (self.end.saved if last else self.block.stream))
-            held.logits += count * self.end.logits if last else 0
+            held.layer_inputs += number * (inputs - (self.block.stream if some.start else 0))
+            held.activations += number * (others + (self.end.saved if last else self.block.stream))
+            held.logits += number * self.end.logits if last else 0
         if layers.stop == self.shape.n_layers:
             yield from self._loss(held, len(layers))
         yield from self._layers(held, layers)
         if layers.start == 0:
-            yield from self._embedding(held)
+            is_last = count == 1 or (count == 2 and not now.first)
+            yield self._embedding(held, is_last=is_last and self.layout.pp == 1)
 
     def _loss(self, held: _Held, layers: int) -> Iterator[Moment]:
         """Yield the loss and the head's backward pass; leave what is held after them."""
@@ -214,10 +216,9 @@ class _Rank:
         copies = end.weight_copies + (self.block.weight_copies * layers if self.recompute != "none" else 0)
         more = copies + end.loss_workspace
         yield self._moment("loss", replace(held, activations=held.activations + more))
-        more = end.weight_copies + end.workspace
-        # A low-precision gradient of the table becomes one in fp32 when the logits are gone.
-        low = end.weight_copies
-        more += low + max(0, self.table - held.logits) if low else self.table
+        more = end.workspace + self.table
+        if low := end.weight_copies:  # a gradient in low precision; one in fp32 when logits and copy are gone
+            more = end.workspace + low + max(low, self.table - held.logits)
         yield self._moment("backward of the head", replace(held, activations=held.activations + more))
         held.logits -= end.logits
         held.activations -= end.saved
@@ -249,14 +250,14 @@ class _Rank:
             held.activations -= others
             self._add_gradient(held, chunk * self.block_weights)
 
-    def _embedding(self, held: _Held) -> Iterator[Moment]:
-        """Yield the embedding's backward pass, whose gradient is as dense as the table."""
+    def _embedding(self, held: _Held, *, is_last: bool) -> Moment:
+        """Return the embedding's backward pass, whose gradient is as dense as the table."""
+        if self.layout.zero in (1, 2) and is_last:  # what blocks had gathered is free
+            held.communication -= held.communication * (self.whole - self.ends) // self.whole
         if self.layout.zero:
             held.communication += self.in_flight_scatters * self.block_weights
-            if self.layout.zero < 3 and held.gradients < self.shards:  # the last backward pass
-                held.communication -= self.whole - self.ends
         held.activations += 2 * self.block.stream + self.table
-        yield self._moment("backward of the embedding", held)
+        return self._moment("backward of the embedding", held)
 
     def _add_gradient(self, held: _Held, size: int, *, is_end: bool = False) -> None:
         """Count the gradient of a part as done.
@@ -269,13 +270,13 @@ class _Rank:
         elif held.gradients < self.shards:
             held.gradients += size // self.layout.dp_shard
 
-    def _gathered(self) -> int:
-        """Return FSDP's gathered weights: all of them, or with ZeRO-3 those of two blocks and the ends."""
-        if not self.layout.zero:
-            return 0
-        if self.layout.zero == 1 and self.workload.num_microbatches > 1:
+    def _gathered(self, now: InFlight) -> int:
+        """Return FSDP's gathered weights, of all modules, or with ZeRO-3 of two blocks and the ends."""
+        if self.layout.zero == 1 and not now.first:
             return 2 * self.whole  # with the gradients, which are not summed before the last backward pass
-        return self.whole if self.layout.zero < 3 else self.ends + 2 * self.block_weights
+        if self.layout.zero:
+            return self.whole if self.layout.zero < 3 else self.ends + 2 * self.block_weights
+        return 0
 
     def _flat(self) -> int:
         """Return the flat copies of gradients that replicas of a cut model, and tied embeddings, sum."""
