@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from benchmarks import large_corpus
+from benchmarks.tokenise import prepare
 from shoal.data.prepare import run
 from shoal.data.prepare.options import PrepareOptions
 from tests.data import corpus as planted
@@ -89,6 +91,20 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
             output = next(outputs)
     assert start(corpus, output).wait(timeout=240) == 0
     assert planted.content(output) == whole
+
+
+def test_memory_does_not_grow_with_the_corpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(large_corpus, "FILE_MB", 8)
+    (tmp_path / "stages.toml").write_text(large_corpus.STAGES)
+    options = ("--stages", str(tmp_path / "stages.toml"), "--max-memory", "100MB", "--tokenizer", "bytes")
+    peaks = []
+    for files in (2, 10):
+        source = tmp_path / f"{files}"
+        source.mkdir()
+        for number in range(files):
+            large_corpus.write_file((source / f"{number}.jsonl", number))
+        peaks.append(prepare(source, tmp_path / f"dataset{files}", *options)["peak_bytes"])
+    assert peaks[1] < peaks[0] + 40_000_000  # the text in memory would add 64 MB, and more
 
 
 WHOLE_CHAIN = """
