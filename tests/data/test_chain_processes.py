@@ -93,6 +93,8 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
     assert planted.content(output) == whole
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(900)
 def test_memory_does_not_grow_with_the_corpus(monkeypatch, tmp_path):
     monkeypatch.setattr(large_corpus, "FILE_MB", 8)
     (tmp_path / "stages.toml").write_text(large_corpus.STAGES)
