@@ -69,6 +69,19 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
     assert planted.content(tmp_path / "d") == whole
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_ranges_of_1_8_and_64_megabytes_give_the_same_bytes(tmp_path):
+    corpus = planted.write(tmp_path / "corpus", 90_000)
+    assert (corpus / "a.jsonl").stat().st_size > 64_000_000
+    outputs = []
+    for megabytes in (1, 8, 64):
+        outputs.append(tmp_path / f"d{megabytes}")
+        chosen = options(corpus, outputs[-1], workers=2, range_bytes=megabytes * 1_000_000)
+        run.prepare(chosen, Console(quiet=True))
+    assert planted.content(outputs[0]) == planted.content(outputs[1]) == planted.content(outputs[2])
+
+
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.proof, pytest.mark.timeout(1800)])])
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
     draw, killed = random.Random(kills), 0

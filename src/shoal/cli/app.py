@@ -147,7 +147,7 @@ def ls(path: Path, *, json: Path | None = None) -> int:
 
 @checkpoint.command
 def verify(path: Path) -> int:
-    """Verify every file of each checkpoint, and restore the names of intact ones that were renamed to bad-step-*.
+    """Verify every file of each checkpoint, and restore the names of intact ones named bad-step-*.
 
     Exit status: 0 all checkpoints named step-... are intact, 1 one is damaged, or there is none.
 
