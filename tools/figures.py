@@ -92,7 +92,8 @@ FACTS: dict[str, tuple[str, ...]] = {
         "0.8 | 0.924 | 0.998 | 1.000 | 0.399", "0.7 | 0.565 | 0.918 | 1.000 | 0.084",
         "0.6 | 0.211 | 0.615 | 0.979 | 0.012", "0.5 | 0.053 | 0.270 | 0.836 | 0.001",
         "0.3 | 0.001 | 0.014 | 0.204 | 0.000", "suits 0.7", "with 1 GB this is enough for 1.4 billion",
-        "limited to 64 MiB", "On 300 MB of source", "10 GB of synthetic", "1.5 characters", "match is below 0.1 %", "`min_words_with_letters` | 0.8",
+        "limited to 64 MiB", "On 300 MB of source", "10 GB of synthetic",
+        "1.5 characters", "match is below 0.1 %", "`min_words_with_letters` | 0.8",
     ),
     "docs/training.md": (
         "2e-6", "1e-5", "1.6e13", "8e15", "compilation takes 20 s", "gets 30 s", "300,000 times",
