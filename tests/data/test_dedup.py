@@ -338,7 +338,7 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 from shoal.data.prepare.dedup.find import find_duplicates
-from shoal.data.prepare.dedup.ranges import RangeFiles
+from shoal.data.prepare.dedup.ranges import bucket_count, RangeFiles
 from shoal.data.prepare.dedup.settings import DedupSettings
 from tests.data.narrow import run_jobs
 folder, peak = Path(sys.argv[1]), [0]
@@ -367,6 +367,13 @@ def test_many_ranges_are_not_all_open_at_once(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert table.num_rows == 249
+
+
+def test_a_bucket_is_sorted_within_a_quarter_of_the_memory():
+    for rows, memory in ((10**6, 100 << 20), (10**8, 100 << 20), (10**9, 1 << 30)):
+        count = bucket_count(rows, 16, memory)
+        assert 4 * rows * 16 / count <= memory / 4  # sorting makes copies
+        assert count == 1 or 4 * rows * 16 / (count - 1) > memory / 4
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
