@@ -20,6 +20,7 @@ from shoal.data.prepare.dedup.bands import BAND, read_groups
 from shoal.data.prepare.dedup.find import OLD_KEY, PARAGRAPHS_NAME, find_duplicates
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.paragraphs import without_paragraphs
+from shoal.data.prepare.dedup.ranges import bucket_count
 from shoal.data.prepare.dedup.settings import DedupSettings, candidate_probability
 from shoal.data.prepare.dedup.verify import PAIRS_JOB, SETS_JOB, Pairs
 from shoal.errors import DataError
