@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = 2
 RANGE_BYTES, BATCH_BYTES = 16_000_000, 500_000
 LEAST_SIGNATURES, LEAST_END_TO_END, LEAST_CHAIN = 50.0, 15.0, 4.0  # MB/s
+LEAST_RATIOS = {"signatures": 50.0, "end_to_end": 20.0}  # to datatrove
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt"}
 TEXT = pa.schema([("text", pa.large_string())])
 
@@ -204,9 +205,13 @@ def main() -> None:
         whole = chain(folder / "source", folder / "dataset")
         figures["chain"] = whole | {"megabytes_per_s": round(size / 1e6 / whole["seconds"], 1)}
         if wish.datatrove:
-            figures["datatrove"] = peer(wish.datatrove, folder / "source", folder / "datatrove")
+            peer_s = peer(wish.datatrove, folder / "source", folder / "datatrove")
+            own_s = {"signatures": sum(signing) / PROCESSES, "end_to_end": seconds}
+            ratios = {key: round(peer_s[f"{key}_s"] / own_s[key], 1) for key in own_s}
+            figures["datatrove"] = peer_s | {"times_as_long": ratios}
     write_record("dedup", figures)
-    if (
+    ratios = figures.get("datatrove", {}).get("times_as_long", LEAST_RATIOS)
+    if any(ratios[key] < least for key, least in LEAST_RATIOS.items()) or (
         figures["signatures_megabytes_per_s"] < LEAST_SIGNATURES
         or figures["end_to_end_megabytes_per_s"] < LEAST_END_TO_END
         or figures["chain"]["megabytes_per_s"] < LEAST_CHAIN

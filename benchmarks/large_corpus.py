@@ -1,10 +1,10 @@
-"""A corpus 10 times --max-memory through the chain of stages: anonymous memory of all processes, and MB/s.
+"""A corpus 20 times --max-memory through the chain of stages: anonymous memory of all processes, and MB/s.
 
 The text is synthetic: words drawn by their rank (Zipf), documents of 300 words in the mean, every tenth an
 equal or near copy of an earlier one. Reading and finding duplicates, then tokenising, each have their peak.
 It needs twice the size of the corpus on the disk, beside it.
 
-    python -m benchmarks.large_corpus [--megabytes 10000] [--max-memory 1GB]
+    python -m benchmarks.large_corpus [--megabytes 10000] [--max-memory 500MB]
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def write_file(task: tuple[Path, int]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=10_000)
-    parser.add_argument("--max-memory", default="1GB")
+    parser.add_argument("--max-memory", default="500MB")
     wish = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"

@@ -103,7 +103,7 @@ def _compare(killed: Path, undisturbed: Path) -> None:
         raise ShoalError(
             "the digests differ: the recovered run is not the undisturbed one", hint="report this"
         )
-    print("The digests are equal: the kill changed no bit of the weights.")
+    print("The digests are equal: the recovered run has the same weights, bit for bit.")
 
 
 def _summary(result: BitsPerByte, run: Path) -> str:

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from benchmarks import large_corpus
+from benchmarks.tokenise import prepare
 from shoal.data.prepare import run
 from shoal.data.prepare.options import PrepareOptions
 from tests.data import corpus as planted
@@ -67,6 +69,19 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_pat
     assert planted.content(tmp_path / "d") == whole
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+def test_ranges_of_1_8_and_64_megabytes_give_the_same_bytes(tmp_path):
+    corpus = planted.write(tmp_path / "corpus", 90_000)
+    assert (corpus / "a.jsonl").stat().st_size > 64_000_000
+    outputs = []
+    for megabytes in (1, 8, 64):
+        outputs.append(tmp_path / f"d{megabytes}")
+        chosen = options(corpus, outputs[-1], workers=2, range_bytes=megabytes * 1_000_000)
+        run.prepare(chosen, Console(quiet=True))
+    assert planted.content(outputs[0]) == planted.content(outputs[1]) == planted.content(outputs[2])
+
+
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.proof, pytest.mark.timeout(1800)])])
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
     draw, killed = random.Random(kills), 0
@@ -89,6 +104,22 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
             output = next(outputs)
     assert start(corpus, output).wait(timeout=240) == 0
     assert planted.content(output) == whole
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_memory_does_not_grow_with_the_corpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(large_corpus, "FILE_MB", 8)
+    (tmp_path / "stages.toml").write_text(large_corpus.STAGES)
+    options = ("--stages", str(tmp_path / "stages.toml"), "--max-memory", "100MB", "--tokenizer", "bytes")
+    peaks = []
+    for files in (2, 10):
+        source = tmp_path / f"{files}"
+        source.mkdir()
+        for number in range(files):
+            large_corpus.write_file((source / f"{number}.jsonl", number))
+        peaks.append(prepare(source, tmp_path / f"dataset{files}", *options)["peak_bytes"])
+    assert peaks[1] < peaks[0] + 40_000_000  # the text in memory would add 64 MB, and more
 
 
 WHOLE_CHAIN = """

@@ -20,6 +20,7 @@ from shoal.data.prepare.dedup.bands import BAND, read_groups
 from shoal.data.prepare.dedup.find import OLD_KEY, PARAGRAPHS_NAME, find_duplicates
 from shoal.data.prepare.dedup.minhash import Signer
 from shoal.data.prepare.dedup.paragraphs import without_paragraphs
+from shoal.data.prepare.dedup.ranges import bucket_count
 from shoal.data.prepare.dedup.settings import DedupSettings, candidate_probability
 from shoal.data.prepare.dedup.verify import PAIRS_JOB, SETS_JOB, Pairs
 from shoal.errors import DataError
@@ -338,7 +339,7 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 from shoal.data.prepare.dedup.find import find_duplicates
-from shoal.data.prepare.dedup.ranges import RangeFiles
+from shoal.data.prepare.dedup.ranges import bucket_count, RangeFiles
 from shoal.data.prepare.dedup.settings import DedupSettings
 from tests.data.narrow import run_jobs
 folder, peak = Path(sys.argv[1]), [0]
@@ -349,7 +350,7 @@ def watch():
         time.sleep(0.01)
 threading.Thread(target=watch, daemon=True).start()
 ranges = [RangeFiles(folder / "documents.arrow", folder / f"{n}.narrow") for n in range(20)]
-path = find_duplicates(folder / "dedup", ranges, DedupSettings(), run_jobs, 100 << 20, print)
+path = find_duplicates(folder / "dedup", ranges, DedupSettings(), run_jobs, int(sys.argv[2]), print)
 print(peak[0])
 """
 
@@ -369,10 +370,20 @@ def test_many_ranges_are_not_all_open_at_once(tmp_path):
     assert table.num_rows == 249
 
 
-@pytest.mark.proof
+def test_a_bucket_is_sorted_within_a_quarter_of_the_memory():
+    for rows, memory in ((10**6, 100 << 20), (10**8, 100 << 20), (10**9, 1 << 30)):
+        count = bucket_count(rows, 16, memory)
+        assert 4 * rows * 16 / count <= memory / 4  # sorting makes copies
+        assert count == 1 or 4 * rows * 16 / (count - 1) > memory / 4
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_two_million_documents_take_little_memory(tmp_path):
-    rng, per_range = np.random.default_rng(0), 100_000
+@pytest.mark.parametrize(
+    ("per_range", "max_memory", "most"),  # a band's rows alone are 14 * 8 bytes a document
+    [(30_000, 10 << 20, 160e6), pytest.param(100_000, 100 << 20, 200e6, marks=pytest.mark.proof)],
+)
+def test_many_documents_take_little_memory(tmp_path, per_range, max_memory, most):
+    rng = np.random.default_rng(0)
     schema = Signer(DedupSettings()).schema
     batch = pa.record_batch([texts([f"document {n} of many" for n in range(1000)])], schema=TEXT)
     with pa.ipc.new_file(tmp_path / "documents.arrow", TEXT) as out:
@@ -380,9 +391,9 @@ def test_two_million_documents_take_little_memory(tmp_path):
             out.write_batch(batch)
     for number in range(20):
         exact = rng.integers(0, 1 << 63, (per_range, 2), np.uint64)
-        exact[::10] = rng.integers(0, 1000, (per_range // 10, 1))  # 200,000 equal ones
+        exact[::10] = rng.integers(0, 1000, (per_range // 10, 1))  # a tenth in 1,000 groups of equal ones
         bands = rng.integers(0, 1 << 63, (per_range, 14), np.uint64)
-        bands[1::1000] = rng.integers(0, 1000, (per_range // 1000, 14))  # 2,000 in groups of two or more
+        bands[1::1000] = rng.integers(0, 1000, (per_range // 1000, 14))  # some in groups of two or more
         columns = [
             pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), per_range, [None, pa.py_buffer(exact)]),
             pa.array(np.full(per_range, 1, np.int32)),
@@ -390,7 +401,7 @@ def test_two_million_documents_take_little_memory(tmp_path):
         ]
         with pa.ipc.new_file(tmp_path / f"{number}.narrow", schema) as out:
             out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)]
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), str(max_memory)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()
-    assert printed[0] == "199,000 equal documents"
-    assert int(printed[-1]) < 200e6
+    assert printed[0] == f"{2 * per_range - 1000:,} equal documents"
+    assert int(printed[-1]) < most

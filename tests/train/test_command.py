@@ -19,6 +19,7 @@ from shoal.config.sections import Config
 from shoal.errors import ConfigError
 from shoal.train.request import Request
 from tests import commands
+from tests.launch.processes import alive
 from tests.mpirun import mpirun, needs_mpi
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
 from tests.train.commands import (
@@ -121,14 +122,6 @@ def test_a_rank_killed_too_often_ends_the_job_and_is_named_last(data, tmp_path):
     status, screen = running.end()
     assert status == 1
     assert "rank 1 was killed by signal 9 (SIGKILL)" in "".join(screen.splitlines()[-3:])
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return b"Z" not in open(f"/proc/{pid}/stat", "rb").read().split(b")")[-1][:3]
 
 
 @pytest.mark.parametrize(("nproc", "number"), [("1", signal.SIGINT), ("2", signal.SIGTERM)])

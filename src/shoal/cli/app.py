@@ -65,8 +65,9 @@ app.command(
     help_flags=HELP_FLAGS,
     help="Recommend a synchronisation strategy for a link, from measurements.\n\n"
     "Measures the link, the step of one replica and the computation of each strategy. The predicted step "
-    "time is compute + the strategy's own computation + communication that is not overlapped. 'pays below' "
-    "is the bandwidth below which a strategy is faster than all-reduce.",
+    "time is the sum of the replica's own step, the computation of the strategy, and the communication that "
+    "does not overlap with them. The column 'pays below' is the bandwidth below which the strategy is faster "
+    "than all-reduce.",
     help_epilogue="Example: shoal advise tiny --nproc 2   (between processes of this host)\n\n"
     "Example: shoal advise gpt2 --layout dp8 --link 100mbit,1ms   (for other hosts)\n\n"
     "Example: shoal advise runs/first --layout dp4 --link 1gbit   (its step times)\n\n"
@@ -101,11 +102,11 @@ def doctor(
     Parameters
     ----------
     json
-        JSON file for the findings.
+        JSON file to write the result to.
     nnodes
         Number of hosts to check together. Run the same command on each, in the folder where you will train.
     rdzv
-        Address where the hosts meet, as HOST:PORT: the first host, and a free port there.
+        Rendezvous address as HOST:PORT: the name or IP address of the first host, and a free port on it.
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     data
@@ -137,7 +138,7 @@ def ls(path: Path, *, json: Path | None = None) -> int:
     path
         Run folder, checkpoints folder, or one checkpoint.
     json
-        JSON file for the list.
+        JSON file to write the result to.
     """
     from shoal.cli.checkpoint import list_checkpoints
 
@@ -146,9 +147,9 @@ def ls(path: Path, *, json: Path | None = None) -> int:
 
 @checkpoint.command
 def verify(path: Path) -> int:
-    """Verify every file of each checkpoint, and restore intact checkpoints that had been set aside.
+    """Verify every file of each checkpoint, and restore the names of intact ones named bad-step-*.
 
-    Exit status: 0 all checkpoints in use are intact, 1 one is damaged, or none is in use.
+    Exit status: 0 all checkpoints named step-... are intact, 1 one is damaged, or there is none.
 
     Example: shoal checkpoint verify runs/first/checkpoints/step-00000600
 
@@ -216,7 +217,7 @@ def ls_datasets(path: Path = Path("datasets"), *, json: Path | None = None) -> i
     path
         Dataset, or folder of datasets.
     json
-        JSON file for the list.
+        JSON file to write the result to.
     """
     from shoal.data.commands import list_datasets
 
@@ -236,7 +237,7 @@ def verify_datasets(path: Path, *, json: Path | None = None) -> int:
     path
         Dataset, or folder of datasets.
     json
-        JSON file for the findings.
+        JSON file to write the result to.
     """
     from shoal.data.commands import verify_datasets as run
 
@@ -264,7 +265,7 @@ def show_dataset(
     split
         Split of the document.
     json
-        JSON file for what is shown.
+        JSON file to write the result to.
     """
     from shoal.data.commands import show_dataset as run
 

@@ -128,10 +128,10 @@ def products(
 ) -> int:
     """Benchmark ways to compute a matrix product, a gradient with its update, and convolutions, in fp32.
 
-    Each result is compared with one in float64 before its times count. GFLOP/s are those of the direct
-    formula, also for FFTs.
+    A row is rejected if its result differs from a float64 reference. GFLOP/s are computed from the operation
+    count of the direct algorithm, also for FFT convolutions.
 
-    Exit status: 0 done, 1 a way failed or gave another result, 2 bad input.
+    Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
 
     Example: shoal bench products --gemm 256 512 1024 --kernels 3 11
 
@@ -199,11 +199,11 @@ def networks(
     output: Annotated[Path | None, Parameter(name=("--output", "--json"))] = None,
     listing: Annotated[bool, Parameter(name="--list")] = False,
 ) -> int:
-    """Benchmark a training step of classic networks, in frameworks that are checked to compute the same.
+    """Benchmark a training step of classic networks in frameworks verified to compute the same result.
 
-    Each row is measured in a separate process. Its parameters, loss and gradient norm for the same weights
-    and samples are compared with PyTorch's before its times count. All frameworks train with SGD on the same
-    samples in the same order.
+    Each row is measured in a separate process. A row is rejected if its number of parameters, loss or
+    gradient norm, for the same weights and samples, differs from PyTorch's. All frameworks train with SGD on
+    the same samples in the same order.
 
     Exit status: 0 done, 1 a row failed or was rejected, 2 bad input.
 
@@ -336,8 +336,8 @@ def gradsync(
 
     Each row is a separate run of `shoal train` with the same initial weights, data order and global batch
     size. Times are medians; the first steps and a strategy's warm-up are excluded from times and bytes. The
-    validation loss is reported after all steps, and after the time that the fastest strategy took.
-    Unsupported combinations are listed with the reason.
+    validation loss is reported twice: after all steps, and at the time at which the fastest strategy had
+    finished. Unsupported combinations are listed with the reason.
 
     Exit status: 0 done, 1 a run failed, 2 bad input.
 
@@ -356,7 +356,8 @@ def gradsync(
         fcn-r (14M parameters), alexnet-r (0.1M), resnet-56 (0.9M), lstm (2M), gpt (1M; the preset tiny).
     link
         Links between the processes. local: one host. 100mbit, 1gbit, ...: two emulated hosts with this
-        bandwidth in each direction. hosts: the same without a limit. Emulation needs root, ip and tc.
+        bandwidth in each direction. hosts: two emulated hosts without a bandwidth limit. Emulation needs
+        root, ip and tc.
     steps
         Optimiser steps per run.
     global_batch_size
@@ -389,8 +390,9 @@ def report(
 ) -> int:
     """Write one self-contained HTML page, or a CSV file, from records of the other benchmarks.
 
-    Each picture stands below a sentence that is computed from the record. Rows whose times overlap from the
-    5th to the 95th percentile are not called different. Failed and rejected rows are listed with the reason.
+    Above each plot is one sentence, computed from the record, that states the result. Rows whose times
+    overlap from the 5th to the 95th percentile are not called different. Failed and rejected rows are listed
+    with the reason.
 
     Example: shoal bench report networks.json gradsync.json --output report.html
 
@@ -446,7 +448,8 @@ def tour(*, output: Path, minutes: float = 10.0) -> int:
     """Benchmark this machine within a time limit: which framework, how many threads, which batch size.
 
     Runs `networks` with the installed frameworks, `collectives` and a small `gradsync`, and writes their
-    records and report.html to a folder. What does not fit in the time is named. The same command continues.
+    records and report.html to a folder. Benchmarks that do not fit into the time limit are listed. Run the
+    same command again to continue with them.
 
     Exit status: 0 done, 1 a stage failed, 2 bad input.
 

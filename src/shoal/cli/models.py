@@ -210,7 +210,7 @@ def evaluate(
     lambada
         JSONL file with a passage under "text" in each line; measures how often the last word is predicted.
     data
-        Dataset folder, made with the model's tokenizer.
+        Dataset to evaluate on, prepared with the model's tokenizer; see --split.
     tasks
         Tasks of lm-evaluation-harness, separated by commas. Most download their data.
     task_folder
@@ -220,7 +220,7 @@ def evaluate(
     allow_tokenizer_mismatch
         Warn, instead of failing, about a different tokenizer with the same number of ids.
     split
-        Split of the dataset (of the training data, without --data).
+        Split to evaluate: of --data, or of the training data if --data is not given.
     seq_len
         Window length in tokens (default: the model's number of positions).
     stride

@@ -27,15 +27,18 @@ class _Chain:
     stages
         TOML file of stages and their settings, instead of the chain of --web.
     show_stages
-        Print the stages with their settings, or with --output what each of them dropped; do nothing else.
+        Print the stages with their settings, and exit. With --output: print what each stage dropped in that
+        dataset, and exit.
     urls
-        URLs to fetch, as files or folders: lists, one URL a line, or dumps of Reddit submissions.
+        Files or folders of URLs to fetch: text files with one URL per line, or dumps of Reddit submissions.
     languages
         Keep only documents in these languages, as in --languages en de.
     kind
-        Kind of the documents, for the rules of quality and language (default: recognised for each).
+        Kind of the documents, for the stages quality and language (default: source code is detected for each
+        document).
     shingle
-        What near-duplicates share: 5-grams of words or of characters (default: by the script of each).
+        Unit of the 5-grams that are compared to find near-duplicates (default: chosen for each document by
+        its script).
     max_memory
         Memory for finding duplicates.
     shuffle
@@ -136,7 +139,7 @@ def prepare(
         x_train, y_train, x_test, y_test), a folder of MNIST IDX files or of CIFAR-10's binary version,
         `sklearn-digits`, or `random-images` (generated, for timing).
     output
-        Dataset folder to create, or to continue (required, but for --show-stages).
+        Dataset folder to create or continue. Required, except with --show-stages.
     tokenizer
         bpe, word or char (trained on the input), gpt2, bytes, a tokenizer.json, a SentencePiece .model, or a
         folder with one of these or with vocab.json and merges.txt.
@@ -144,7 +147,8 @@ def prepare(
         Vocabulary size for a newly trained bpe or word tokenizer (default: for bpe a power of two from 512 to
         32768 with at least 3 kB of text for each id; for word at most 32768).
     split
-        Weights of the train, validation and test splits, by documents, or by tokens if documents are few.
+        Weights of the train, validation and test splits. Documents are assigned to splits; with few
+        documents, the token stream is divided instead.
     seed
         Random seed for the split, and for the sample that a tokenizer is trained on.
     validation
@@ -177,7 +181,7 @@ def prepare(
 
 
 def explain(dataset: Path, doc: str, /, *, json: Path | None = None) -> int:
-    """Explain what became of a document: the stage that dropped or kept it, why, and its near-duplicate.
+    """Trace a document: the stage that dropped it and why, or its place in the token files, and its twin.
 
     Example: shoal explain datasets/web https://example.com/a-page
 
@@ -190,7 +194,7 @@ def explain(dataset: Path, doc: str, /, *, json: Path | None = None) -> int:
     doc
         Number of the document in the order of the input, FILE:OFFSET, FILE with one document, or URL.
     json
-        JSON file for the facts.
+        JSON file to write the result to.
     """
     from shoal.data.explain import explain as run
 

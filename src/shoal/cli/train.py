@@ -75,7 +75,7 @@ def train(
     nnodes
         Number of hosts; run the same command on each.
     rdzv
-        Address where the hosts meet, as HOST:PORT: the first host, and a free port there.
+        Rendezvous address as HOST:PORT: the name or IP address of the first host, and a free port on it.
     node_rank
         Number of this host, from 0 (default: 0 for the host that owns the address in --rdzv).
     init
@@ -89,7 +89,7 @@ def train(
     stop_after
         Step after which to save and exit with status 75; the schedule stays that of the full run.
     verbose
-        Print the whole run summary, and with each line phase times, memory, and their range over the ranks.
+        Print the full run summary, and add phase times, memory, and their range over the ranks to each line.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
@@ -132,7 +132,7 @@ def parity(
     steps
         Optimiser steps per layout.
     json
-        JSON file for all differences and verdicts.
+        JSON file to write the result to.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
@@ -215,12 +215,13 @@ def advise(
     config
         Preset, TOML file, or run folder, whose recorded step times are used.
     nproc
-        Processes that measure on this host (default: as many as --layout has, or 1 with --link). Under
-        torchrun or srun, the processes that it has started.
+        Number of measuring processes on this host (default: the number of processes in --layout, or 1 with
+        --link). Under torchrun or srun, the launched processes are used.
     layout
         Layout to predict for, such as dp4 or dp2*zero2x2 (default: dp2, or the layout of the run).
     hosts
-        Hosts that share the replicas (default: those found, or one host for each replica).
+        Number of hosts that the replicas are distributed over (default: the hosts of this job, or one host
+        per replica).
     link
         Bandwidth per direction and latency, such as 100mbit or 1gbit,0.2ms (default: measured; latency:
         0.1 ms).
@@ -231,7 +232,7 @@ def advise(
     data
         Dataset folders (default: random tokens).
     json
-        JSON file for all predictions.
+        JSON file to write the result to.
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file. Each strategy uses
         those of the section sync that apply to it.

@@ -31,11 +31,11 @@ class Model(Section):
 
     network: str = "decoder"
     """Network: decoder (a GPT), the name of a described network (fcn-r, alexnet-r, resnet-56, lstm, ...), or
-    a TOML file that describes one. Described networks read batch_statistics of the settings below, and reject
-    the others."""
+    a TOML file that describes one. Networks other than decoder use only batch_statistics of the settings
+    below; setting any other is an error."""
     batch_statistics: Literal["replica", "synchronised"] = "replica"
-    """Mean and variance of batch normalisation in training, over a micro-batch. replica: that of each replica
-    by itself. synchronised: those of all replicas together."""
+    """Samples over which batch normalisation computes mean and variance in training. replica: the micro-batch
+    of one replica. synchronised: the micro-batches of all replicas."""
     style: Literal["gpt2", "llama"] = "gpt2"
     """Architecture of the decoder. gpt2: learned positions, LayerNorm, tanh-approximated GELU, biases. llama:
     RoPE, RMSNorm, SwiGLU, no biases."""
@@ -162,9 +162,9 @@ class Schedule(Section):
     (2021): the first learning rate is 0, skipped steps do not count, and min_lr and the constant end do not
     apply."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up, from peak / warmup_steps to the peak; unset means warmup_fraction."""
+    """Number of linear warm-up steps, from peak / warmup_steps to the peak; unset means warmup_fraction."""
     warmup_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Warm-up as a fraction of decay_steps, if warmup_steps is unset."""
+    """Linear warm-up as a fraction of decay_steps, if warmup_steps is unset."""
     decay_steps: NonNegativeInt = 0
     """Step at which the decay reaches min_lr; 0 means train.steps."""
     wsd_decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
@@ -188,8 +188,8 @@ class Precision(Section):
     scale_window: PositiveInt = 1000
     """Steps without overflow after which the dynamic loss scale doubles (fp16)."""
     hysteresis: PositiveInt = 2
-    """Overflows needed to halve the dynamic loss scale, counted since it last grew; each later one halves it
-    again (fp16)."""
+    """Number of overflows, since the dynamic loss scale last grew, at which it is halved; each further
+    overflow halves it again (fp16)."""
     min_scale: PositiveFloat = 1.0
     """Minimum dynamic loss scale (fp16). An overflow at this scale is handled by guard.nonfinite."""
 
@@ -228,8 +228,8 @@ class Parallel(Section):
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage. 0: all replicated. 1: optimiser state is sharded. 2: also gradients. 3: also weights."""
     dp_shard: NonNegativeInt = 0
-    """Processes that share one sharded copy, which is replicated over the others; 0 means all data-parallel
-    processes."""
+    """Number of processes over which one copy of the model is sharded; with fewer than all data-parallel
+    processes, the copy is replicated (hybrid sharding). 0 means all data-parallel processes."""
     offload: bool = False
     """With zero, keep weights, gradients and optimiser state in host memory between uses."""
 
@@ -265,7 +265,7 @@ class Sync(Section):
     """Number of first steps with uncompressed, synchronous gradients, such as a tenth of all steps (onebit,
     topk, powersgd, model_averaging, block_momentum, diloco, streaming_diloco)."""
     block: PositiveInt = 64
-    """Values that share a scale (int8, onebit, and with sync.int8)."""
+    """Number of values that are quantised with one scale (int8, onebit, and sync.int8)."""
     feedback: float = Field(default=0.1, gt=0.0, le=1.0)
     """Fraction of the error feedback that is added to the next gradient (onebit, topk). 1, as in the
     literature, adds all of it at once."""
@@ -282,8 +282,8 @@ class Sync(Section):
     """Outer momentum (block_momentum, diloco, streaming_diloco; Nesterov for the last two); unset means 1 -
     1/replicas for block_momentum, 0.9 for the others."""
     momentum_follows_lr: bool = True
-    """Scale outer momentum with the inner learning rate (block_momentum, diloco, streaming_diloco); false is
-    as in the papers."""
+    """Scale the outer momentum with the inner learning rate (block_momentum, diloco, streaming_diloco); the
+    papers do not scale it."""
     int8: bool = False
     """Exchange outer gradients in 8 bits (model_averaging, block_momentum, diloco, streaming_diloco)."""
     fragments: PositiveInt = 4
@@ -312,11 +312,11 @@ class Guard(Section):
     """Reaction to a loss or gradient norm that is not finite, and to loss spikes."""
 
     nonfinite: Literal["warn", "skip", "stop"] = "stop"
-    """Reaction to a loss or gradient norm that is not finite. warn: continue. skip: skip the step. stop: stop
-    without saving the step."""
+    """Action on a loss or gradient norm that is not finite. warn: print a warning and continue. skip: do not
+    update the weights. stop: end the run without saving."""
     spike: Literal["warn", "skip", "stop"] = "warn"
-    """Reaction to a loss above spike_factor times its running mean. warn: continue. skip: skip the step.
-    stop: stop."""
+    """Action on a loss above spike_factor times its running mean. warn: print a warning and continue. skip:
+    do not update the weights. stop: end the run without saving."""
     spike_factor: float = Field(default=2.0, ge=0.0)
     """Ratio of the loss to its running mean that counts as a spike; 0 disables the check."""
     late: bool = False
