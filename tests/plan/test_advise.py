@@ -19,7 +19,6 @@ from shoal.plan.measure import (
     compute_time_of_run,
     compute_time_of_step,
     measure_link,
-    parse_link,
     sustained,
     time_work,
 )
