@@ -127,7 +127,8 @@ def load_cluster(
     per_node = gpus if nodes or entry["kind"] == "cpu" else min(gpus, entry["per_node"])
     if gpus % per_node:
         raise InputError(
-            f"--gpus {gpus} does not fill nodes of {per_node}", hint=f"give --nodes, or a multiple of {per_node}"
+            f"--gpus {gpus} does not fill nodes of {per_node}",
+            hint=f"give --nodes, or a multiple of {per_node}",
         )
     across = parse_link(link) if link else parse_link(entry["across"])
     count = nodes or gpus // per_node
@@ -187,7 +188,8 @@ def _read(file: Path) -> Cluster:
     like = own.get("like")
     if like is not None and like not in _table():
         raise refuse("like", f"unknown device {like!r}", nearest(str(like), device_names()))
-    entry = {**_table().get(like, {}), **own, **{key: given[key] for key in given if key != "device"}}
+    entry = {**(_table()[like] if like else {}), **own}
+    entry |= {key: value for key, value in given.items() if key != "device"}
     for key, problem, hint in _problems(entry):
         raise refuse(key, problem, hint)
     links = {}
@@ -196,7 +198,7 @@ def _read(file: Path) -> Cluster:
             links[key] = parse_link(entry[key])
         except InputError as error:
             raise refuse(key, f"{key}: {error.message}", error.hint) from error
-    device = _device(entry.get("name", like or file.stem), entry)
+    device = _device(str(own.get("name", like or file.stem)), entry)
     return cluster_of(device, entry["per_node"], entry.get("nodes", 1), links["inside"], links["across"])
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from shoal.models.counts import count_parameters, flops_per_token
 from shoal.models.shape import ModelShape
 from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost
-from shoal.plan.rates import BACKWARD, Rates, table_rates
+from shoal.plan.machine import rates_of
+from shoal.plan.rates import BACKWARD, Rates
 from shoal.plan.sync_cost import Replicas, demand
 from shoal.plan.workload import Workload
 
@@ -37,6 +38,8 @@ class Software:
     whole_recompute: bool = False  # of a chunk of layers; torch's checkpoint stops before the last product
     pointwise: float = 1.0  # memory traffic of a block's pointwise kernels, relative to separate ones
     score_accesses: tuple[float, float] = (10.0, 10.0)  # of each score in plain attention, forward, backward
+    compiled_loss: bool = True  # on GPUs: one kernel in place of one for each operation, in fp32
+    buckets: bool = False  # replicas exchange during the backward pass under tp and pp as well
     chunks: int = 0  # pipeline stages that a rank holds in turn; 0: as the layout says
 
 
@@ -96,17 +99,18 @@ class _Part:
 
 
 def step_time(workload: Workload, rates: Rates | None = None, software: Software = SHOAL) -> StepTime:
-    """Return the time of a step, from the hardware table if no rates are given.
+    """Return the time of a step; without `rates` at those measured here, or the hardware table's.
 
     Raises:
         ConfigError: A GPU that does not have the number format.
     """
     device, layout, shape = workload.cluster.device, workload.layout, workload.shape
-    rates = rates or table_rates(device, workload.dtype)
-    parts = [
-        _part(workload, rates, software, sum(map(len, stages)), rank == 0, rank == layout.pp - 1)
+    rates = rates or rates_of(device, workload.cluster.per_node, workload.dtype)
+    kinds = [
+        (sum(map(len, stages)), rank == 0, rank == layout.pp - 1)
         for rank, stages in enumerate(workload.stages_of_ranks)
     ]
+    parts = [_part(workload, rates, software, *kind) for kind in dict.fromkeys(kinds)]  # the last one last
     own, count = parts[-1], workload.num_microbatches
     shard_forward, shard_backward = _shard(workload, rates, own, software)
     phases = dict.fromkeys(PHASES, 0.0)
@@ -118,7 +122,7 @@ def step_time(workload: Workload, rates: Rates | None = None, software: Software
     phases["bubble"] = _bubble(workload, rates, parts, software)
     step_s = phases["forward"] + phases["backward"] + phases["bubble"]
     phases["optimiser"] = _optimiser(workload, rates, own)
-    phases["communication"] = _communication(workload, rates, own, step_s)
+    phases["communication"] = _communication(workload, rates, own, step_s, software)
     flops = flops_per_token(shape, workload.config.train.seq_len) * workload.global_tokens
     peak = device.flops.get(workload.dtype, 0.0) * layout.world_size * layout.replica_groups
     return StepTime(phases, workload.global_tokens, float(flops), peak)
@@ -250,17 +254,13 @@ def _part(
     workload: Workload, rates: Rates, software: Software, layers: int, first: bool, last: bool
 ) -> _Part:
     """Return the seconds of a micro-batch on a rank with so many layers."""
-    return _timed(workload, rates, software, layers, first, last)
-
-
-def _timed(
-    workload: Workload, rates: Rates, software: Software, layers: int, first: bool, last: bool
-) -> _Part:
     block = _Block(workload, rates, software)
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
     sequence = workload.layout.sequence
     products = [block.product(*widths) for widths in block.widths]
-    forward, backward = (sum(part) for part in zip(*products, block.attention(), block.between(), strict=True))
+    forward, backward = (
+        sum(part) for part in zip(*products, block.attention(), block.between(), strict=True)
+    )
     enter, leave = block.exchanges(_link(workload, rates, tp, 1))
     # Whole stream: leaves forward, enters backward. Parts of sequences: a gather and a scatter of half the
     # bytes of an all_reduce in place of it and of nothing, so that all four take half as long, each way.
@@ -333,7 +333,7 @@ def _again(
 def _loss(workload: Workload, block: _Block) -> tuple[float, float]:
     """Return the seconds of the cross entropy; a GPU's is compiled, and moves each logit once, then twice."""
     logits = block.tokens * workload.shape.padded_vocab_size / workload.layout.tp
-    if workload.cluster.device.kind == "cuda":
+    if workload.cluster.device.kind == "cuda" and block.software.compiled_loss:
         return block.kernel("loss", logits * block.value, 2 * logits * block.value)
     return block.kernel("loss", logits * (block.value + 12), logits * (2 * block.value + 24))
 
@@ -361,10 +361,19 @@ def _compiled(workload: Workload) -> bool:
 
 
 def _link(workload: Workload, rates: Rates, size: int, stride: int) -> Link:
-    """Return the link of an axis: the measured one within a node, else the table's at what it reaches."""
-    link = workload.cluster.link_of(size, stride)
-    if rates.link is not None and link == workload.cluster.inside:
+    """Return the link of a ring along an axis: the measured one within a node, else the cluster's.
+
+    A ring over several nodes enters each of them once. NCCL has a ring for each of the members in a node,
+    over links of their own, so that together they have the bandwidth of all these links.
+    """
+    cluster = workload.cluster
+    link = cluster.link_of(size, stride)
+    if rates.link is not None and link == cluster.inside:
         return rates.link
+    if link != cluster.inside:
+        here = max(1, cluster.per_node // stride)
+        latency_s = ((here - 1) * cluster.inside.latency_s + link.latency_s) / here
+        link = Link(latency_s, min(cluster.inside.bytes_per_s, here * link.bytes_per_s))
     return Link(link.latency_s, link.bytes_per_s * rates.link_share)
 
 
@@ -383,7 +392,9 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
     scattered = 2 if workload.config.precision.reduce_dtype == "bf16" else 4
 
     def gather(parameters: int) -> float:
-        return collective_cost("all_gather", layout.dp_shard, width * parameters / layout.dp_shard).seconds(link)
+        return collective_cost("all_gather", layout.dp_shard, width * parameters / layout.dp_shard).seconds(
+            link
+        )
 
     def scatter(parameters: int) -> float:
         return collective_cost("reduce_scatter", layout.dp_shard, scattered * parameters).seconds(link)
@@ -424,7 +435,7 @@ def _bubble(workload: Workload, rates: Rates, parts: list[_Part], software: Soft
     return (count + waits) * (slowest + sending) - count * parts[-1].both
 
 
-def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float) -> float:
+def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float, software: Software) -> float:
     """Return the seconds of exchanges between replicas that nothing hides, and of the step's agreement."""
     layout, config, shape = workload.layout, workload.config, workload.shape
     world = layout.world_size * layout.replica_groups
@@ -434,7 +445,11 @@ def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float)
         link = _link(workload, rates, count, stride)
         gradient_bytes = 2 if config.precision.reduce_dtype == "bf16" else 4
         ranks = layout.world_size * layout.replica_groups // count
-        asked = demand(config.sync, _shapes(shape), Replicas(count, count, ranks, gradient_bytes))
+        asked = demand(
+            config.sync,
+            _shapes(shape),
+            Replicas(count, count, 1 if software.buckets else ranks, gradient_bytes),
+        )
         sent = asked.link_bytes * part.parameters / layout.dp_shard / count_parameters(shape).total
         seconds = asked.messages * link.latency_s + sent / link.bytes_per_s
         hidden = rates.overlap * (asked.behind_backward * part.backward + asked.behind_steps * step_s)
