@@ -70,6 +70,8 @@ MUST_NOT_LOAD_TORCH = (
     "config",
     "plan.link_cost",
     "plan.sync_cost",
+    "plan.step_time",
+    "plan.calibration",
     "models.counts",
     "networks.description",
     "runtime.files",
