@@ -68,7 +68,7 @@ class _Case:
     num_bytes: float
     calls: float
     act: Callable[[], Any]
-    back: bool = True  # time its backward pass as well
+    leaves: Sequence[Tensor] = ()  # with them, its backward pass is timed as well
     back_bytes: float = 0.0
     back_flops: float = 0.0
 
@@ -118,29 +118,29 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
     )  # a backward pass has its forward pass before it
     for case in cases:
         barrier(transport)
-        with torch.set_grad_enabled(case.back):
+        with torch.set_grad_enabled(bool(case.leaves)):
             case.act()
             took = statistics.median(repeat(case.act, on, each_s))
             rows.setdefault(case.kernel, []).append((case.flops, case.num_bytes, case.calls, took))
-            if not case.back:
+            if not case.leaves:
                 continue
-            took = statistics.median(_backward(case.act, on, each_s))
+            took = statistics.median(_backward(case, on, each_s))
         flops = case.back_flops or 2 * case.flops
         row = (flops, case.back_bytes or 2 * case.num_bytes, 2 * case.calls, took)
         rows.setdefault(case.kernel + BACKWARD, []).append(row)
     return {kernel: fit_law(found) for kernel, found in rows.items()}
 
 
-def _backward(act: Callable[[], Any], on: Device, seconds: float) -> list[float]:
-    """Return the seconds of the backward pass of each call, after its forward pass."""
+def _backward(case: _Case, on: Device, seconds: float) -> list[float]:
+    """Return the seconds of the backward pass of each call; adding up gradients is not part of it."""
     samples: list[float] = []
     until = time.perf_counter() + 2 * seconds
     while len(samples) < 3 or (time.perf_counter() < until and len(samples) < 300):
-        y = act()
+        y = case.act()
         gradient = torch.ones_like(y)
         on.synchronise()
         began = time.perf_counter()
-        y.backward(gradient)
+        torch.autograd.grad(y, case.leaves, gradient)
         on.synchronise()
         samples.append(time.perf_counter() - began)
     return samples
@@ -214,13 +214,13 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
         n = tokens * scale
         x, weight = made(n, inputs), made(outputs, inputs)
         moved = value * (n * (inputs + outputs) + inputs * outputs)
-        yield _Case("product", 2 * n * inputs * outputs, moved, 1, _call(F.linear, x, weight))
+        yield _Case("product", 2 * n * inputs * outputs, moved, 1, _call(F.linear, x, weight), (x, weight))
     for batch, heads, length, width in _ATTENTION:
         q, k, v = (made(batch * scale, heads, length, width) for _ in range(3))
         n = batch * scale * heads * length * width
         attend = _call(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         flops = 2 * n * length
-        yield _Case("attention", flops, 4 * n * value, 1, attend, back_flops=2.5 * flops)
+        yield _Case("attention", flops, 4 * n * value, 1, attend, (q, k, v), back_flops=2.5 * flops)
     for elements in (count * scale for count in _ELEMENTS):
         yield from _pointwise(device, dtype, value, elements, made)
     for rows, vocabulary in _LOGITS:
@@ -238,16 +238,24 @@ def _pointwise(
     norm = nn.LayerNorm(_WIDTH, device=device)
     turns = torch.randn(2, 1, 1, 64, 32, device=device)
     heads = made(max(1, n // 4096), 1, 64, 64)
-    yield _Case("norm", 0, n * (8 + cast), 1, lambda: norm(stream).to(dtype), True, n * (16 + cast))
-    yield _Case("gelu", 0, 2 * n * value, 1, _call(F.gelu, x, approximate="tanh"), True, 3 * n * value)
-    yield _Case("swiglu", 0, 5 * n * value, 2, lambda: F.silu(x) * y, True, 8 * n * value)
+    yield _Case(
+        "norm",
+        0,
+        n * (8 + cast),
+        1,
+        lambda: norm(stream).to(dtype),
+        (stream, *norm.parameters()),
+        n * (16 + cast),
+    )
+    yield _Case("gelu", 0, 2 * n * value, 1, _call(F.gelu, x, approximate="tanh"), (x,), 3 * n * value)
+    yield _Case("swiglu", 0, 5 * n * value, 2, lambda: F.silu(x) * y, (x, y), 8 * n * value)
     plain, flat = stream.detach().flatten(), x.detach()
-    yield _Case("add", 0, n * (8 + value), 1, lambda: plain + flat, False)
-    yield _Case("add" + BACKWARD, 0, n * 12, 1, lambda: plain + plain, False)
+    yield _Case("add", 0, n * (8 + value), 1, lambda: plain + flat)
+    yield _Case("add" + BACKWARD, 0, n * 12, 1, lambda: plain + plain)
     turned = 8 * heads.numel() * value
-    yield _Case("rotate", 0, turned, 8, lambda: rotate(heads, *turns), True, turned)
+    yield _Case("rotate", 0, turned, 8, lambda: rotate(heads, *turns), (heads,), turned)
     copy = torch.empty_like(plain)
-    yield _Case("memory", 0, 8 * n, 1, lambda: copy.copy_(plain), False)
+    yield _Case("memory", 0, 8 * n, 1, lambda: copy.copy_(plain))
 
 
 def _loss(device: torch.device, rows: int, vocabulary: int, value: int, made: Callable[..., Tensor]) -> _Case:
@@ -256,7 +264,7 @@ def _loss(device: torch.device, rows: int, vocabulary: int, value: int, made: Ca
     targets = torch.randint(vocabulary, (rows,), device=device)
     n, fused = rows * vocabulary, device.type == "cuda"
     there, back = (value, 2 * value) if fused else (value + 12, 2 * value + 24)
-    return _Case("loss", 0, there * n, 1, lambda: entropy(logits, targets), True, back * n)
+    return _Case("loss", 0, there * n, 1, lambda: entropy(logits, targets), (logits,), back * n)
 
 
 def _optimiser(device: torch.device, count: int) -> _Case:
@@ -273,7 +281,7 @@ def _optimiser(device: torch.device, count: int) -> _Case:
         torch._foreach_mul_(gradients, 1.0)  # in place of setting them to 0, which moves half as much
         optimiser.step(1e-5)
 
-    return _Case("optimiser", 0, (28 + 16 + 4) * count, 1, act, False)
+    return _Case("optimiser", 0, (28 + 16 + 4) * count, 1, act)
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any, **named: Any) -> Callable[[], Tensor]:
