@@ -6,6 +6,8 @@ count n / (n + PRIOR), as if PRIOR more had been as predicted.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import statistics
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ _LEAST_S = 1e-5  # shorter phases say nothing
 _MOST_STEPS = 1 << 30
 _REST = "rest"  # pseudo-phase: the seconds of a step relative to the sum of its phases
 _VERSION = 1
+Ratios = dict[str, dict[str, list[list[float]]]]  # by device and format, then phase: ratio, steps
 
 
 def add_measurement(
@@ -44,7 +47,7 @@ def add_measurement(
     configuration and layout, whose own runs count before others.
     """
     whole = sum(measured[phase] for phase in PHASES if phase not in INSIDE)
-    known = _read(folder)
+    known = copy.deepcopy(_read(folder))
     for key in _keys(device, dtype, setting):
         entry = known.setdefault(key, {})
         pairs = {phase: (_net(predicted, phase), _net(measured, phase)) for phase in PHASES}
@@ -109,10 +112,17 @@ def _file(folder: Path | None) -> Path:
     return (folder or machine.FOLDER) / "calibration.json"
 
 
-def _read(folder: Path | None) -> dict[str, dict[str, list[list[float]]]]:
+def _read(folder: Path | None) -> Ratios:
     file = _file(folder)
-    if not file.is_file():
+    try:
+        state = file.stat()
+    except OSError:
         return {}
+    return _load(file, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=4)  # a search asks for each of its layouts
+def _load(file: Path, _changed_ns: int, _size: int) -> Ratios:
     found = read_json(file, "calibration file")
     try:
         if found["version"] != _VERSION:
