@@ -3,18 +3,21 @@
 import json
 
 import pytest
+import torch
 
+from shoal.comm.silent_transport import SilentTransport
 from shoal.config.layout import Layout
 from shoal.config.load import load_config
 from shoal.errors import InputError
 from shoal.models.shape import resolve_shape
-from shoal.plan import machine
+from shoal.plan import machine, measure_machine
 from shoal.plan.link_cost import Link
 from shoal.plan.machine import Machine, load_machine, rates_of, save_machine
 from shoal.plan.measure_machine import fit_law
-from shoal.plan.rates import Law
+from shoal.plan.rates import BACKWARD, KERNELS, Law
 from shoal.plan.step_time import step_time
 from shoal.plan.workload import Workload
+from shoal.runtime.device import select_device
 
 LAWS = {
     "product": Law(2e-11, 0.0, 1e-6),
@@ -69,6 +72,23 @@ def test_a_large_file_is_refused(tmp_path):
     (tmp_path / "machine.json").write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(InputError, match="bytes: not a file"):
         load_machine(tmp_path)
+
+
+def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
+    sizes = {
+        "_PRODUCTS": ((8, 16, 16), (16, 16, 32)),
+        "_ATTENTION": ((1, 1, 8, 8), (1, 2, 16, 8)),
+        "_ELEMENTS": (1 << 13, 1 << 14),
+        "_LOGITS": ((8, 64), (16, 64)),
+        "_PARAMETERS": (1 << 8, 1 << 10),
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(measure_machine, name, value)
+    device = select_device("cpu", 0, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        laws = measure_machine._laws(SilentTransport(0, 1), device, dtype, 0.05)
+        assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer" + BACKWARD}
+        assert all(max(law) > 0 for law in laws.values())
 
 
 def test_a_law_is_found_again_from_its_times():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from shoal.bench.ceilings import repeat
 from shoal.bench.ranks import on_ranks
 from shoal.comm.collectives import barrier
 from shoal.comm.transport import Transport
-from shoal.config.sections import Optimizer, Runtime
-from shoal.models.decoder import rotate
+from shoal.config.sections import Model, Optimizer, Runtime
+from shoal.models.decoder import Block, Context, rotate
 from shoal.models.loss import CrossEntropy
+from shoal.models.shape import resolve_shape
 from shoal.plan.link_cost import Link
 from shoal.plan.machine import Machine, save_machine
 from shoal.plan.measure import measure_link
@@ -113,9 +114,8 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
     """Return the law of each kernel."""
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     cases = list(_cases(on.torch_device, dtype))
-    each_s = seconds / sum(
-        1 + 2 * case.back for case in cases
-    )  # a backward pass has its forward pass before it
+    # A backward pass has its forward pass before it.
+    each_s = seconds / sum(3 if case.leaves else 1 for case in cases)
     for case in cases:
         barrier(transport)
         with torch.set_grad_enabled(bool(case.leaves)):
@@ -126,7 +126,8 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
                 continue
             took = statistics.median(_backward(case, on, each_s))
         flops = case.back_flops or 2 * case.flops
-        row = (flops, case.back_bytes or 2 * case.num_bytes, 2 * case.calls, took)
+        calls = case.calls if case.kernel == "layer" else 2 * case.calls
+        row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
         rows.setdefault(case.kernel + BACKWARD, []).append(row)
     return {kernel: fit_law(found) for kernel, found in rows.items()}
 
@@ -227,13 +228,16 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
         yield _loss(device, rows * scale, vocabulary, value, made)
     for parameters in (count * scale for count in _PARAMETERS):
         yield _optimiser(device, parameters)
+    if device.type == "cpu":
+        yield _layer(dtype)
 
 
 def _pointwise(
     device: torch.device, dtype: torch.dtype, value: int, n: int, made: Callable[..., Tensor]
 ) -> Iterator[_Case]:
     """Yield the memory-bound kernels of a block on `n` values; the residual stream is in fp32."""
-    stream, cast = made(n // _WIDTH, _WIDTH, like=torch.float32), 4 + value if value < 4 else 0
+    stream = made(n // _WIDTH, _WIDTH, like=torch.float32)
+    there = n * (8 + (4 + value if value < 4 else 0))  # the second term is the cast
     x, y = made(n), made(n)
     norm = nn.LayerNorm(_WIDTH, device=device)
     turns = torch.randn(2, 1, 1, 64, 32, device=device)
@@ -241,11 +245,11 @@ def _pointwise(
     yield _Case(
         "norm",
         0,
-        n * (8 + cast),
+        there,
         1,
         lambda: norm(stream).to(dtype),
         (stream, *norm.parameters()),
-        n * (16 + cast),
+        there + 8 * n,
     )
     yield _Case("gelu", 0, 2 * n * value, 1, _call(F.gelu, x, approximate="tanh"), (x,), 3 * n * value)
     yield _Case("swiglu", 0, 5 * n * value, 2, lambda: F.silu(x) * y, (x, y), 8 * n * value)
@@ -265,6 +269,18 @@ def _loss(device: torch.device, rows: int, vocabulary: int, value: int, made: Ca
     n, fused = rows * vocabulary, device.type == "cuda"
     there, back = (value, 2 * value) if fused else (value + 12, 2 * value + 24)
     return _Case("loss", 0, there * n, 1, lambda: entropy(logits, targets), (logits,), back * n)
+
+
+def _layer(dtype: torch.dtype) -> _Case:
+    """Return a layer of so few values that its time is Python's and autograd's."""
+    shape = resolve_shape(Model(n_layers=1, d_model=32, n_heads=2, max_seq_len=8), 128)
+    block, x = Block(shape, 0), torch.randn(1, 1, 32, requires_grad=True)
+
+    def act() -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return cast(Tensor, block(x, Context(None, None, None, None)))
+
+    return _Case("layer", 0, 0, 1, act, (x, *block.parameters()))
 
 
 def _optimiser(device: torch.device, count: int) -> _Case:

@@ -19,7 +19,19 @@ from shoal.plan.link_cost import Link
 
 BACKWARD = " backward"  # suffix of the law of a kernel's backward pass
 # What a rate can be measured of; kernels without a law of their own take that of "memory".
-KERNELS = ("product", "attention", "norm", "gelu", "swiglu", "add", "rotate", "loss", "memory", "optimiser")
+KERNELS = (
+    "product",
+    "attention",
+    "norm",
+    "gelu",
+    "swiglu",
+    "add",
+    "rotate",
+    "loss",
+    "memory",
+    "optimiser",
+    "layer",
+)
 _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the queue is full
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, 2023, section 4) and 35 % of an H100's (Shah et
 # al., 2024, section 1), large products 75 and 65 %.

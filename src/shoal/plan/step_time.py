@@ -15,7 +15,7 @@ from shoal.models.counts import count_parameters, flops_per_token
 from shoal.models.shape import ModelShape
 from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost
 from shoal.plan.machine import rates_of
-from shoal.plan.rates import BACKWARD, Rates
+from shoal.plan.rates import BACKWARD, Law, Rates
 from shoal.plan.sync_cost import Replicas, demand
 from shoal.plan.workload import Workload
 
@@ -240,6 +240,12 @@ class _Block:
             parts.append(self.kernel("memory", 2 * own * 24 * fused, 2 * own * 8 * fused, 8))
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
+    def host(self) -> tuple[float, float]:
+        """Return the seconds of Python and autograd for a layer; on GPUs they pass while kernels run."""
+        laws = self.rates.laws
+        none = Law(0.0, 0.0, 0.0)
+        return laws.get("layer", none).call_s, laws.get("layer" + BACKWARD, none).call_s
+
     def exchanges(self, link: Link) -> tuple[float, float]:
         """Return the seconds of one `enter` with its backward pass's, and of one `leave`, along tp."""
         if self.tp == 1:
@@ -258,9 +264,8 @@ def _part(
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
     sequence = workload.layout.sequence
     products = [block.product(*widths) for widths in block.widths]
-    forward, backward = (
-        sum(part) for part in zip(*products, block.attention(), block.between(), strict=True)
-    )
+    kernels = (*products, block.attention(), block.between(), block.host())
+    forward, backward = (sum(part) for part in zip(*kernels, strict=True))
     enter, leave = block.exchanges(_link(workload, rates, tp, 1))
     # Whole stream: leaves forward, enters backward. Parts of sequences: a gather and a scatter of half the
     # bytes of an all_reduce in place of it and of nothing, so that all four take half as long, each way.
