@@ -57,6 +57,7 @@ _ELEMENTS = (1 << 16, 1 << 19, 1 << 21)
 _WIDTH = 256  # of the rows of norms
 _LOGITS = ((512, 512), (1024, 3072), (128, 50304))
 _PARAMETERS = (1 << 18, 1 << 21, 1 << 24)
+_EXCHANGES = 9
 _BUCKET = 4 << 20  # numbers that are exchanged while products are computed
 
 
@@ -178,7 +179,10 @@ def _overlap(transport: Transport, on: Device) -> float:
         dist.all_reduce(buffer)
 
     once = statistics.median(repeat(lambda: a @ a, on, 0.2))
-    communicating = statistics.median(repeat(exchange, on, 0.5))
+    barrier(transport)
+    communicating = statistics.median(
+        [_once(exchange, on) for _ in range(_EXCHANGES)]
+    )  # as many on each rank
     shared = torch.tensor([communicating / once], device=transport.device)
     dist.all_reduce(shared)  # the same number of products on all ranks
     count = max(1, int(shared.item() / transport.size))
@@ -191,7 +195,7 @@ def _overlap(transport: Transport, on: Device) -> float:
             work.wait()
 
     barrier(transport)
-    together = statistics.median([_once(both, on) for _ in range(7)])
+    together = statistics.median([_once(both, on) for _ in range(_EXCHANGES)])
     hidden = communicating + count * once - together
     return min(1.0, max(0.0, hidden / min(communicating, count * once)))
 
