@@ -165,6 +165,7 @@ def start(words: str, work: dict[str, Any], data: Path, run: Path) -> Running:
     settings |= {"model.max_seq_len": work["seq_len"], "train.steps": 100_000, "train.compile": "off"}
     settings |= {"checkpoint.every": 0, "eval.every": 0, "runtime.threads": 1}
     settings |= {"precision.dtype": work["dtype"], "runtime.device": work["device"]}
+    settings |= {"train.recompute": work.get("recompute", "none")}
     options = [f"--{name}={value}" for name, value in settings.items()]
     if layout.startswith("pp"):
         options += [f"--parallel.split={layers}" for layers in work["split"]]

@@ -75,6 +75,8 @@ MUST_NOT_LOAD_TORCH = (
     "plan.sync_cost",
     "plan.weights",
     "plan.workload",
+    "plan.step_time",
+    "plan.calibration",
     "models.counts",
     "networks.description",
     "runtime.files",

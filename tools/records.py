@@ -157,6 +157,7 @@ ENTRIES = {
     "networks_trainer": _module("networks", 30, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
+    "plan_time": _module("plan_time", 10, "src/shoal/plan", "benchmarks/layouts.py"),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),
     "quickstart": Entry(PROOF, 2, ("src/shoal/quickstart.py", "src/shoal/data", *STEP, *STARTING)),
     "recovery": Entry(PROOF, 2, ("tests/proof/test_training.py", *SAVING, *STARTING)),

@@ -14,12 +14,12 @@ from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError
 from shoal.plan import advise, measure
 from shoal.plan.advise import AdviseOptions, Basis, Prediction, advice, command, predict, settle
+from shoal.plan.cluster import parse_link
 from shoal.plan.link_cost import Cost, Link, all_reduce_cost, fit_link
 from shoal.plan.measure import (
     compute_time_of_run,
     compute_time_of_step,
     measure_link,
-    parse_link,
     sustained,
     time_work,
 )

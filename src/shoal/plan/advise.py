@@ -24,6 +24,7 @@ from shoal.config.sections import Config, Sync
 from shoal.config.sync_rules import STRATEGIES, check_sync, reads_reduce_dtype
 from shoal.data.synthetic import write_dataset
 from shoal.errors import ConfigError, InputError, ShoalError
+from shoal.plan.cluster import parse_link
 from shoal.plan.link_cost import Link
 from shoal.plan.measure import (
     Measurement,
@@ -31,7 +32,6 @@ from shoal.plan.measure import (
     compute_time_of_run,
     compute_time_of_step,
     measure,
-    parse_link,
     ranks_of_run,
     shapes_of,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.collectives import time_all_reduce
-from shoal.bench.sizes import parse_rate
 from shoal.comm.all_reduce import all_reduce
 from shoal.comm.collectives import barrier
 from shoal.comm.silent_transport import SilentTransport
@@ -42,8 +40,6 @@ from shoal.train.metrics import read_metrics
 from shoal.train.optimiser import build_optimiser
 from shoal.train.precision import Precision
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_LATENCY_S = 100e-6  # default latency of a message, with TCP and gloo
 _LINK_BYTES = tuple(1 << power for power in range(10, 28, 2))  # 1 KB to 64 MB
 _REPEATS = 5
 _TICK_S = 1e-9
@@ -315,18 +311,3 @@ def ranks_of_run(run_dir: Path) -> int:
 def compute_time_of_step(step_s: float, config: Config, replicas: int) -> ComputeTime:
     """Return the compute time from the time of a step without communication."""
     return ComputeTime(step_s, _BACKWARD * step_s / max(1, grad_accum_steps(config, replicas)))
-
-
-def parse_link(words: str) -> Link:
-    """Parse 100mbit, or 1gbit,0.2ms: the bandwidth one way, and the latency of a message.
-
-    Raises:
-        InputError: The text has neither form.
-    """
-    rate, comma, latency = words.lower().partition(",")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency.strip())
-    if comma and not found:
-        raise InputError(
-            f"{latency.strip()!r} is not a latency", hint="write 100mbit, 1gbit or 100mbit,0.2ms"
-        )
-    return Link(float(found[1]) * _SECONDS[found[2]] if found else _LATENCY_S, parse_rate(rate))

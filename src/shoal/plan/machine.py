@@ -1,0 +1,137 @@
+"""Measured rates of this machine, as stored for later plans (no torch)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.errors import InputError
+from shoal.plan.cluster import Cluster, DeviceSpec
+from shoal.plan.link_cost import Link
+from shoal.plan.rates import BACKWARD, KERNELS, Law, Rates, table_rates
+from shoal.runtime.files import read_json, write_json
+
+HERE = "here"  # name of this machine's device
+FOLDER = Path.home() / ".cache" / "shoal"
+_VERSION = 1
+_MOST_BYTES = 1 << 20
+_MOST = 1e3  # seconds of an operation, a byte or a call that are believed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measurements of a machine; `laws` are by number of processes (one, or all cores busy) and format."""
+
+    name: str  # of the processor or GPU
+    kind: Literal["cuda", "cpu"]
+    devices: int  # GPUs, or cores
+    memory_bytes: int  # of a GPU, or of the host
+    laws: dict[str, dict[str, dict[str, Law]]]
+    link: Link | None
+    overlap: float
+
+    def rates(self, processes: int, dtype: str) -> Rates | None:
+        """Return the rates of one of so many processes of a node; None for a format that was not measured."""
+        busy = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
+        laws = busy.get(dtype)
+        return Rates(laws, self.link, 1.0, self.overlap, "measured here") if laws else None
+
+    def cluster(self, processes: int) -> Cluster:
+        """Return this machine with so many processes; peaks are the rates of large products."""
+        laws = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
+        share = 1 if self.kind == "cuda" else processes
+        flops = {name: 1 / max(each["product"].flop_s, 1e-20) for name, each in laws.items()}
+        memory = 1 / max(next(iter(laws.values()))["memory"].byte_s, 1e-20)
+        device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, memory, 0.0, 1.0, 1.0)
+        link = self.link or Link(100e-6, 1e9)
+        return Cluster(device, processes, 1, link, link)
+
+
+def rates_of(device: DeviceSpec, per_node: int, dtype: str) -> Rates:
+    """Return the measured rates of this machine if it is the device, else those of the hardware table.
+
+    Raises:
+        ConfigError: A GPU that does not have the number format.
+    """
+    if device.name == HERE and (machine := load_machine()) is not None:
+        found = machine.rates(per_node, dtype)
+        if found is not None:
+            return found
+    return table_rates(device, dtype)
+
+
+def load_machine(folder: Path | None = None) -> Machine | None:
+    """Return what was measured on this machine; None if nothing was.
+
+    Raises:
+        InputError: The file holds something else.
+    """
+    file = (folder or FOLDER) / "machine.json"
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return _load(file, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(file: Path, _changed_ns: int, size: int) -> Machine:
+    remedy = f"measure again with shoal plan --measure, or delete {file}"
+    if size > _MOST_BYTES:
+        raise InputError(f"{file} has {size:,} bytes: not a file of measured rates", hint=remedy)
+    found = read_json(file, "file of measured rates")
+    try:
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']}")
+        laws = {
+            str(count): {
+                dtype: {_kernel(name): _law(values) for name, values in each.items()}
+                for dtype, each in formats.items()
+            }
+            for count, formats in found["laws"].items()
+        }
+        if "1" not in laws or not all(
+            {"product", "memory"} <= set(x) for y in laws.values() for x in y.values()
+        ):
+            raise ValueError("no rates of products and memory")
+        link = found["link"] and Link(*(_number(value) for value in found["link"]))
+        kind = found["kind"]
+        if kind not in ("cuda", "cpu") or (link and not link.bytes_per_s):
+            raise ValueError("no kind of device, or a link without bandwidth")
+        devices, memory = int(_number(found["devices"])), int(_number(found["memory_bytes"]))
+        return Machine(
+            str(found["name"]), kind, devices, memory, laws, link, min(1.0, _number(found["overlap"]))
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise InputError(f"{file} is not a file of measured rates: {error}", hint=remedy) from error
+
+
+def save_machine(machine: Machine, folder: Path | None = None) -> Path:
+    """Store measurements for later plans; return the file."""
+    file = (folder or FOLDER) / "machine.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    link = machine.link and [machine.link.latency_s, machine.link.bytes_per_s]
+    write_json(file, {"version": _VERSION, **vars(machine), "link": link})
+    return file
+
+
+def _kernel(name: str) -> str:
+    if name.removesuffix(BACKWARD) not in KERNELS:
+        raise ValueError(f"unknown kernel {name}")
+    return name
+
+
+def _law(values: Any) -> Law:
+    law = Law(*(_number(value) for value in values))
+    if max(law) > _MOST:
+        raise ValueError(f"{max(law):g} seconds")
+    return law
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is not a number from 0 on")
+    return float(value)

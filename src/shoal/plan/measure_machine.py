@@ -1,0 +1,308 @@
+"""`shoal plan --measure`: the rates of this machine, in two minutes, in place of the hardware table's.
+
+Each kernel is timed at several sizes, forward and backward, in processes that are set up as those of
+`shoal train`: first in one, then in two at the same time, which share memory and caches as replicas do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.bench.ceilings import repeat
+from shoal.bench.ranks import on_ranks
+from shoal.comm.collectives import barrier
+from shoal.comm.transport import Transport
+from shoal.config.sections import Model, Optimizer, Runtime
+from shoal.models.decoder import Block, Context, rotate
+from shoal.models.loss import CrossEntropy
+from shoal.models.shape import resolve_shape
+from shoal.plan.link_cost import Link
+from shoal.plan.machine import Machine, save_machine
+from shoal.plan.measure import measure_link
+from shoal.plan.rates import BACKWARD, Law
+from shoal.runtime.allocator import keep_memory, physical_memory
+from shoal.runtime.device import Device, has_fast_products, logical_cores, select_device
+from shoal.train.optimiser import build_optimiser
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALE = {"cpu": 1, "cuda": 16}  # of the tokens of each case: a GPU's products are larger
+_PRODUCTS = (  # tokens, inputs, outputs
+    (512, 64, 64),
+    (512, 128, 512),
+    (1024, 128, 128),
+    (1024, 512, 128),
+    (2048, 256, 256),
+    (2048, 256, 1024),
+    (2048, 1024, 256),
+    (2048, 512, 512),
+    (1024, 768, 768),
+    (1024, 768, 3072),
+    (2048, 256, 3072),
+    (256, 512, 16384),
+)
+_ATTENTION = ((16, 4, 64, 32), (8, 4, 256, 64), (2, 8, 512, 64), (1, 12, 1024, 64))  # b, heads, time, width
+_ELEMENTS = (1 << 16, 1 << 19, 1 << 21)
+_WIDTH = 256  # of the rows of norms
+_LOGITS = ((512, 512), (1024, 3072), (128, 50304))
+_PARAMETERS = (1 << 18, 1 << 21, 1 << 24)
+_EXCHANGES = 9
+_BUCKET = 4 << 20  # numbers that are exchanged while products are computed
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A call, with the operations and bytes by which plan.step_time counts it."""
+
+    kernel: str
+    flops: float
+    num_bytes: float
+    calls: float
+    act: Callable[[], Any]
+    leaves: Sequence[Tensor] = ()  # with them, its backward pass is timed as well
+    back_bytes: float = 0.0
+    back_flops: float = 0.0
+
+
+def measure(seconds: float = 120.0, folder: Path | None = None) -> Machine:
+    """Measure this machine, store the rates and return them."""
+    device = select_device("auto", 0, 1)
+    count = torch.cuda.device_count() if device.is_cuda else logical_cores()
+    runtime = Runtime()
+    laws, link, overlap = {}, None, 0.0
+    runs = [1, 2] if count > 1 else [1]
+    for processes in runs:
+        found = on_ranks(processes, "torch", _measure, seconds / len(runs), runtime=runtime)
+        laws[str(processes)], link, overlap = found
+    memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else physical_memory()
+    kind = "cuda" if device.is_cuda else "cpu"
+    machine = Machine(device.name, kind, count, memory, laws, link, overlap)  # type: ignore[arg-type]
+    save_machine(machine, folder)
+    return machine
+
+
+def _measure(
+    transport: Transport, tell: Callable[[str], None], seconds: float
+) -> tuple[dict[str, dict[str, Law]], Link | None, float]:
+    """Measure on each rank at the same time; return rank 0's laws, the link, and the overlap. Collective."""
+    if transport.device.type == "cpu":
+        keep_memory()
+    on = select_device(transport.device.type, transport.rank, transport.size)
+    dtypes = {name: dtype for name, dtype in _DTYPES.items() if has_fast_products(dtype, transport.device)}
+    for_link = seconds / 5 if transport.size > 1 else 0.0
+    laws = {}
+    for name, dtype in dtypes.items():
+        tell(f"kernels in {name}, {transport.size} at a time")
+        laws[name] = _laws(transport, on, dtype, (seconds - for_link) / len(dtypes))
+    if not for_link:
+        return laws, None, 0.0
+    tell("the link between two processes")
+    return laws, measure_link(transport, for_link * 0.7), _overlap(transport, on)
+
+
+def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) -> dict[str, Law]:
+    """Return the law of each kernel."""
+    rows: dict[str, list[tuple[float, float, float, float]]] = {}
+    cases = list(_cases(on.torch_device, dtype))
+    # A backward pass has its forward pass before it.
+    each_s = seconds / sum(3 if case.leaves else 1 for case in cases)
+    for case in cases:
+        barrier(transport)
+        with torch.set_grad_enabled(bool(case.leaves)):
+            case.act()
+            took = statistics.median(repeat(case.act, on, each_s))
+            rows.setdefault(case.kernel, []).append((case.flops, case.num_bytes, case.calls, took))
+            if not case.leaves:
+                continue
+            took = statistics.median(_backward(case, on, each_s))
+        flops = case.back_flops or 2 * case.flops
+        calls = case.calls if case.kernel == "layer" else 2 * case.calls
+        row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
+        rows.setdefault(case.kernel + BACKWARD, []).append(row)
+    return {kernel: fit_law(found) for kernel, found in rows.items()}
+
+
+def _backward(case: _Case, on: Device, seconds: float) -> list[float]:
+    """Return the seconds of the backward pass of each call; adding up gradients is not part of it."""
+    samples: list[float] = []
+    until = time.perf_counter() + 2 * seconds
+    while len(samples) < 3 or (time.perf_counter() < until and len(samples) < 300):
+        y = case.act()
+        gradient = torch.ones_like(y)
+        on.synchronise()
+        began = time.perf_counter()
+        torch.autograd.grad(y, case.leaves, gradient)
+        on.synchronise()
+        samples.append(time.perf_counter() - began)
+    return samples
+
+
+def fit_law(rows: Sequence[tuple[float, float, float, float]]) -> Law:
+    """Fit seconds of an operation, a byte and a call, none below 0, to (flops, bytes, calls, seconds).
+
+    By relative least squares; of the subsets of the three terms, the best without a negative one.
+    """
+    best, law = float("inf"), Law(0.0, 0.0, 0.0)
+    sides = np.array([[value / row[3] for value in row[:3]] for row in rows])
+    for size in (1, 2, 3):
+        for terms in itertools.combinations(range(3), size):
+            columns = sides[:, terms]
+            if not columns.any(axis=0).all() or len(rows) < size:
+                continue
+            found, *_ = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)
+            residual = float(((columns @ found - 1) ** 2).sum())
+            if (found >= 0).all() and residual < best:
+                best, values = residual, [0.0, 0.0, 0.0]
+                for term, value in zip(terms, found, strict=True):
+                    values[term] = float(value)
+                law = Law(*values)
+    return law
+
+
+def _overlap(transport: Transport, on: Device) -> float:
+    """Return the part of an exchange that computing hides, of the shorter one's time. Collective."""
+    buffer = torch.zeros(_BUCKET, device=transport.device)
+    a = torch.randn(512, 512, device=transport.device)
+
+    def exchange() -> None:
+        dist.all_reduce(buffer)
+
+    once = statistics.median(repeat(lambda: a @ a, on, 0.2))
+    barrier(transport)
+    communicating = statistics.median(
+        [_once(exchange, on) for _ in range(_EXCHANGES)]
+    )  # as many on each rank
+    shared = torch.tensor([communicating / once], device=transport.device)
+    dist.all_reduce(shared)  # the same number of products on all ranks
+    count = max(1, int(shared.item() / transport.size))
+
+    def both() -> None:
+        work = dist.all_reduce(buffer, async_op=True)
+        for _ in range(count):
+            a @ a
+        if work is not None:
+            work.wait()
+
+    barrier(transport)
+    together = statistics.median([_once(both, on) for _ in range(_EXCHANGES)])
+    hidden = communicating + count * once - together
+    return min(1.0, max(0.0, hidden / min(communicating, count * once)))
+
+
+def _once(act: Callable[[], None], on: Device) -> float:
+    on.synchronise()
+    began = time.perf_counter()
+    act()
+    on.synchronise()
+    return time.perf_counter() - began
+
+
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
+    """Yield the calls to time, with the counts of plan.step_time."""
+    value, scale = torch.finfo(dtype).bits // 8, _SCALE[device.type]
+
+    def made(*sizes: int, like: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*sizes, device=device).to(like).requires_grad_()
+
+    for tokens, inputs, outputs in _PRODUCTS:
+        n = tokens * scale
+        x, weight = made(n, inputs), made(outputs, inputs)
+        moved = value * (n * (inputs + outputs) + inputs * outputs)
+        yield _Case("product", 2 * n * inputs * outputs, moved, 1, _call(F.linear, x, weight), (x, weight))
+    for batch, heads, length, width in _ATTENTION:
+        q, k, v = (made(batch * scale, heads, length, width) for _ in range(3))
+        n = batch * scale * heads * length * width
+        attend = _call(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        flops = 2 * n * length
+        yield _Case("attention", flops, 4 * n * value, 1, attend, (q, k, v), back_flops=2.5 * flops)
+    for elements in (count * scale for count in _ELEMENTS):
+        yield from _pointwise(device, dtype, value, elements, made)
+    for rows, vocabulary in _LOGITS:
+        yield _loss(device, rows * scale, vocabulary, value, made)
+    for parameters in (count * scale for count in _PARAMETERS):
+        yield _optimiser(device, parameters)
+    if device.type == "cpu":
+        yield _layer(dtype)
+
+
+def _pointwise(
+    device: torch.device, dtype: torch.dtype, value: int, n: int, made: Callable[..., Tensor]
+) -> Iterator[_Case]:
+    """Yield the memory-bound kernels of a block on `n` values; the residual stream is in fp32."""
+    stream = made(n // _WIDTH, _WIDTH, like=torch.float32)
+    there = n * (8 + (4 + value if value < 4 else 0))  # the second term is the cast
+    x, y = made(n), made(n)
+    norm = nn.LayerNorm(_WIDTH, device=device)
+    turns = torch.randn(2, 1, 1, 64, 32, device=device)
+    heads = made(max(1, n // 4096), 1, 64, 64)
+    yield _Case(
+        "norm",
+        0,
+        there,
+        1,
+        lambda: norm(stream).to(dtype),
+        (stream, *norm.parameters()),
+        there + 8 * n,
+    )
+    yield _Case("gelu", 0, 2 * n * value, 1, _call(F.gelu, x, approximate="tanh"), (x,), 3 * n * value)
+    yield _Case("swiglu", 0, 5 * n * value, 2, lambda: F.silu(x) * y, (x, y), 8 * n * value)
+    plain, flat = stream.detach().flatten(), x.detach()
+    yield _Case("add", 0, n * (8 + value), 1, lambda: plain + flat)
+    yield _Case("add" + BACKWARD, 0, n * 12, 1, lambda: plain + plain)
+    turned = 8 * heads.numel() * value
+    yield _Case("rotate", 0, turned, 8, lambda: rotate(heads, *turns), (heads,), turned)
+    copy = torch.empty_like(plain)
+    yield _Case("memory", 0, 8 * n, 1, lambda: copy.copy_(plain))
+
+
+def _loss(device: torch.device, rows: int, vocabulary: int, value: int, made: Callable[..., Tensor]) -> _Case:
+    """Return the cross entropy, whose backward pass overwrites the logits, here with small numbers again."""
+    logits, entropy = made(rows, vocabulary), CrossEntropy()
+    targets = torch.randint(vocabulary, (rows,), device=device)
+    n, fused = rows * vocabulary, device.type == "cuda"
+    there, back = (value, 2 * value) if fused else (value + 12, 2 * value + 24)
+    return _Case("loss", 0, there * n, 1, lambda: entropy(logits, targets), (logits,), back * n)
+
+
+def _layer(dtype: torch.dtype) -> _Case:
+    """Return a layer of so few values that its time is Python's and autograd's."""
+    shape = resolve_shape(Model(n_layers=1, d_model=32, n_heads=2, max_seq_len=8), 128)
+    block, x = Block(shape, 0), torch.randn(1, 1, 32, requires_grad=True)
+
+    def act() -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return cast(Tensor, block(x, Context(None, None, None, None)))
+
+    return _Case("layer", 0, 0, 1, act, (x, *block.parameters()))
+
+
+def _optimiser(device: torch.device, count: int) -> _Case:
+    """Return what a step does with gradients and weights: forget, norm, clip, update."""
+    weights = {f"w{n}": nn.Parameter(torch.randn(count // 16, 4, device=device)) for n in range(4)}
+    optimiser = build_optimiser(weights, Optimizer())
+    gradients = [torch.randn_like(weight) for weight in weights.values()]
+    for weight, gradient in zip(weights.values(), gradients, strict=True):
+        weight.grad = gradient
+
+    def act() -> None:
+        torch._foreach_norm(gradients)
+        torch._foreach_mul_(gradients, 1.0)
+        torch._foreach_mul_(gradients, 1.0)  # in place of setting them to 0, which moves half as much
+        optimiser.step(1e-5)
+
+    return _Case("optimiser", 0, (28 + 16 + 4) * count, 1, act)
+
+
+def _call(function: Callable[..., Tensor], *arguments: Any, **named: Any) -> Callable[[], Tensor]:
+    return lambda: function(*arguments, **named)

@@ -1,0 +1,106 @@
+"""Measured rates: stored, read with limits, used where the device is this machine; laws fitted to times."""
+
+import json
+
+import pytest
+import torch
+
+from shoal.comm.silent_transport import SilentTransport
+from shoal.config.layout import Layout
+from shoal.config.load import load_config
+from shoal.errors import InputError
+from shoal.models.shape import resolve_shape
+from shoal.plan import machine, measure_machine
+from shoal.plan.link_cost import Link
+from shoal.plan.machine import Machine, load_machine, rates_of, save_machine
+from shoal.plan.measure_machine import fit_law
+from shoal.plan.rates import BACKWARD, KERNELS, Law
+from shoal.plan.step_time import step_time
+from shoal.plan.workload import Workload
+from shoal.runtime.device import select_device
+
+LAWS = {
+    "product": Law(2e-11, 0.0, 1e-6),
+    "memory": Law(0.0, 1e-10, 1e-6),
+    "norm backward": Law(0.0, 2e-10, 0.0),
+}
+MEASURED = Machine("CPU", "cpu", 2, 8 << 30, {"1": {"fp32": LAWS}, "2": {"fp32": LAWS}}, Link(1e-4, 1e9), 0.5)
+
+
+def test_what_was_stored_is_read_again(tmp_path):
+    save_machine(MEASURED, tmp_path)
+    assert load_machine(tmp_path) == MEASURED
+
+
+def test_nothing_measured_is_none(tmp_path):
+    assert load_machine(tmp_path) is None
+
+
+def test_the_rates_measured_here_count_for_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "FOLDER", tmp_path)
+    cluster = MEASURED.cluster(2)
+    config = load_config("tiny")
+    workload = Workload(config, resolve_shape(config.model, 256), Layout(), MEASURED.cluster(1), "fp32")
+    before = step_time(workload).total
+    save_machine(MEASURED, tmp_path)
+    assert rates_of(cluster.device, 2, "fp32").law("product") == LAWS["product"]
+    assert step_time(workload).total != before
+    assert cluster.device.memory_bytes == 4 << 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 9},
+        {"laws": {"1": {"fp32": {"product": [1, 2]}}}},
+        {"laws": {"1": {"fp32": {"product": [1e-9, -1.0, 0], "memory": [0, 1, 0]}}}},
+        {"laws": {"1": {"fp32": {"magic": [0, 0, 0], "product": [0, 0, 0], "memory": [0, 1, 0]}}}},
+        {"link": [1e-4, 0]},
+        {"link": [1e-4, float("nan")]},
+        {"kind": "tpu"},
+        {"overlap": None},
+    ],
+)
+def test_another_file_is_refused(tmp_path, change):
+    file = save_machine(MEASURED, tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(InputError, match="is not a file of measured rates"):
+        load_machine(tmp_path)
+
+
+def test_a_large_file_is_refused(tmp_path):
+    (tmp_path / "machine.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(InputError, match="bytes: not a file"):
+        load_machine(tmp_path)
+
+
+def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
+    sizes = {
+        "_PRODUCTS": ((8, 16, 16), (16, 16, 32)),
+        "_ATTENTION": ((1, 1, 8, 8), (1, 2, 16, 8)),
+        "_ELEMENTS": (1 << 13, 1 << 14),
+        "_LOGITS": ((8, 64), (16, 64)),
+        "_PARAMETERS": (1 << 8, 1 << 10),
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(measure_machine, name, value)
+    device = select_device("cpu", 0, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        laws = measure_machine._laws(SilentTransport(0, 1), device, dtype, 0.05)
+        assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer" + BACKWARD}
+        assert all(max(law) > 0 for law in laws.values())
+
+
+def test_a_law_is_found_again_from_its_times():
+    law = Law(2e-11, 3e-10, 5e-6)
+    rows = [
+        (f, b, c, law.seconds(f, b, c))
+        for f, b, c in ((1e9, 1e6, 1), (1e6, 1e7, 1), (1e5, 1e3, 2), (1e8, 1e7, 1))
+    ]
+    assert fit_law(rows) == pytest.approx(law)
+
+
+def test_no_term_of_a_law_is_negative():
+    rows = [(1e9, 1e6, 1, 1.0), (2e9, 1e6, 1, 2.2), (4e9, 1e6, 1, 4.0)]
+    assert min(fit_law(rows)) >= 0
+    assert fit_law(rows).seconds(2e9, 1e6) == pytest.approx(2.05, rel=0.1)
