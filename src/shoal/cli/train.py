@@ -93,7 +93,7 @@ def train(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
+    overrides = collect(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
     words, resolved = _resolve(config, overrides, layout, init)  # reports mistakes before torch is loaded
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
@@ -136,7 +136,7 @@ def parity(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    resolved = load_config(config, _given(settings, data, None, None))
+    resolved = load_config(config, collect(settings, data))
     with loading():
         from shoal.parity.command import parity as run
 
@@ -180,7 +180,7 @@ def layouts(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    overrides = _given(settings, data, None, None)
+    overrides = collect(settings, data)
     _add_short(overrides, steps=steps)
     count = overrides.setdefault("train", {}).setdefault("steps", 40)
     overrides["train"]["sinks"] = []
@@ -238,7 +238,7 @@ def advise(
     """
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
-    resolved = load_config(source, _given(settings, data, None, None))
+    resolved = load_config(source, collect(settings, data))
     with loading():
         from shoal.plan.advise import AdviseOptions, command
 
@@ -307,11 +307,11 @@ def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout 
     return layout
 
 
-def _given(
+def collect(
     settings: Config | None,
     data: tuple[Path, ...],
-    max_time: float | None,
-    stop_after: int | None,
+    max_time: float | None = None,
+    stop_after: int | None = None,
     allow_tokenizer_mismatch: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Collect what the command line sets, section by section."""

@@ -10,7 +10,7 @@ from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError, InputError
 from shoal.launch.launcher import launch
 from shoal.launch.rendezvous import Rendezvous
-from shoal.runtime.device import logical_cores
+from shoal.runtime.cores import logical_cores
 from shoal.runtime.log import log, to_screen
 from shoal.runtime.network import Endpoint, several_hosts
 from shoal.runtime.rank_info import RankInfo, launched_by_us, read_rank_info, read_replica_group
