@@ -6,6 +6,8 @@ Loaded on demand, as they import the settings.
 from __future__ import annotations
 
 import gc
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,7 @@ def train(
     seq_len: int | None = None,
     nproc: Annotated[int | None, Parameter(group=_RANKS)] = None,
     layout: Annotated[str | None, Parameter(group=_RANKS)] = None,
+    force: Annotated[bool, Parameter(group=_RANKS)] = False,
     max_restarts: Annotated[int | None, Parameter(group=_RANKS)] = None,
     nnodes: Annotated[int, Parameter(group=_RANKS)] = 1,
     rdzv: Annotated[str | None, Parameter(group=_RANKS)] = None,
@@ -69,7 +72,10 @@ def train(
     nproc
         Worker processes on this host (default: 1, or as many as --layout needs).
     layout
-        Parallel layout, such as dp4, tp2*dp2 or zero3x4; see docs/layouts.md.
+        Parallel layout, such as dp4, tp2*dp2 or zero3x4; see docs/layouts.md. auto: the fastest one that
+        fits, as `shoal plan` finds it.
+    force
+        Start even if the plan says that the memory does not suffice.
     max_restarts
         Restarts after a rank has failed (default: 3 with several processes, else 0).
     nnodes
@@ -95,14 +101,17 @@ def train(
     """
     overrides = collect(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
+    if layout == "auto":
+        layout = _choose_layout(config, overrides, init, nproc or 0, nnodes)
     words, resolved = _resolve(config, overrides, layout, init)  # reports mistakes before torch is loaded
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
+    planned = _plan(resolved, workers, nnodes, force)
     _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
     run = _named(run_dir, config, resolved)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
-    request = Request(resolved, run, init, init_optimizer, words, verbose=verbose)
+    request = Request(resolved, run, init, init_optimizer, words, verbose=verbose, plan=planned)
     return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
@@ -243,6 +252,50 @@ def advise(
         from shoal.plan.advise import AdviseOptions, command
 
     return command(resolved, AdviseOptions(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
+
+
+def _choose_layout(
+    config: str, overrides: dict[str, dict[str, Any]], init: Path | None, nproc: int, nnodes: int
+) -> str:
+    """Return the words of the layout that the planner chooses; other settings that it chooses are added.
+
+    The workers, which get this process's arguments, are told the choice.
+    """
+    from shoal.plan.grading import choose_layout, settings_of_choice
+    from shoal.runtime.rank_info import read_rank_info
+
+    if read_rank_info() is not None:
+        raise InputError(
+            "--layout auto: torchrun or srun has started the ranks already",
+            hint="give the layout that `shoal plan` names",
+        )
+    _, resolved = _resolve(config, overrides, None, init)
+    fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
+    plan = choose_layout(resolved, fixed, nproc, nnodes)
+    words = str(plan.workload.layout)
+    print(f"layout: {plan}", flush=True)
+    given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]
+    sys.argv[1:] = [f"--layout={words}" if word == "--layout=auto" else word for word in given]
+    for section, values in settings_of_choice(plan).items():
+        for name, value in values.items():
+            if name not in overrides.get(section, {}) and value != getattr(getattr(resolved, section), name):
+                overrides.setdefault(section, {})[name] = value
+                option = f"--{section}.{'' if value is not False else 'no-'}{name.replace('_', '-')}"
+                sys.argv += [option] if isinstance(value, bool) else [option, str(value)]
+    return words
+
+
+def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str, Any] | None:
+    """Plan a run that begins here; a launcher has planned that of its workers."""
+    from shoal.runtime.rank_info import launched_by_us, read_rank_info, read_replica_group
+
+    if launched_by_us() or read_replica_group() is not None:
+        return None
+    from shoal.plan.grading import plan_run
+
+    if (info := read_rank_info()) is not None:
+        workers, nnodes = info.local_world_size, info.world_size // info.local_world_size
+    return plan_run(resolved, workers, nnodes, force=force)
 
 
 def _load(workers: int, *, launching: bool) -> None:

@@ -112,5 +112,7 @@ def _launch(request: Request, nproc: int, max_restarts: int | None, hosts: Rende
         log.warning(
             f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
         )
+    if hosts is None or not hosts.node:
+        request.store_plan()
     restarts = 3 if max_restarts is None else max_restarts
     return launch(sys.argv[1:], nproc, request.run_dir, restarts, hang_limit_s(request.config.runtime), hosts)

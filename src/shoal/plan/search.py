@@ -134,6 +134,7 @@ class _Search:
         for tp in self._choose("parallel.tp", _divisors(world)):
             for pp in self._choose("parallel.pp", _divisors(world // tp)):
                 if world % (tp * pp):
+                    self._reject("sizes", f"tp {tp} x pp {pp} does not divide the {world} devices")
                     continue
                 frame = Layout(pp=pp, tp=tp, dp_replicate=world // tp // pp)
                 if tp > per_node and "parallel.tp" not in self.fixed:
@@ -172,6 +173,7 @@ class _Search:
             for shard in self._choose("parallel.dp_shard", _divisors(dp)[1:]) if zero else [1]:
                 shard = shard or dp
                 if dp % shard:
+                    self._reject("sizes", f"dp_shard {shard} does not divide {dp} data-parallel ranks")
                     continue
                 layout = replace(frame, zero=zero, dp_shard=shard, dp_replicate=dp // shard)
                 alone = zero > 0 and layout.world_size == shard
