@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,17 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, ConfigError, InputError, counte
 from shoal.models.counts import count_parameters, flops_per_token
 from shoal.models.shape import ModelShape, resolve_shape
 from shoal.plan import show
+from shoal.plan.calibration import calibrated
 from shoal.plan.cluster import Cluster, load_cluster
-from shoal.plan.machine import gpu_names, this_machine
+from shoal.plan.here import gpu_names, this_machine
+from shoal.plan.machine import rates_of
 from shoal.plan.memory import worst
 from shoal.plan.search import Costs, Found, Plan, check_rules, search, smallest_change, workload_of
-from shoal.plan.step_time import run_cost, step_time
+from shoal.plan.step_time import StepTime, run_cost, step_time
+from shoal.plan.workload import Workload
 from shoal.runtime.cores import physical_cores
 from shoal.runtime.files import check_targets, write_json, write_text
+from shoal.runtime.startup import loading
 
 _GPT2_IDS = 50257  # vocabulary without a dataset
 CHOSEN = (  # what a search decides, and `apply` writes
@@ -66,9 +69,10 @@ def command(config: Config, name: str, options: PlanOptions, fixed: Collection[s
     shape = shape_of(config, datasets)
     config = _with_length(config, options, datasets)
     if options.measure:
-        from shoal.plan.measure_machine import measure_machine
+        with loading():
+            from shoal.plan.measure_machine import measure
 
-        measure_machine()
+        measure()
     found: Found | None = None
     if options.layout is not None:
         clusters = clusters_of(config, options, parse_layout(options.layout).world_size)
@@ -146,11 +150,29 @@ def dtype_on(config: Config, cluster: Cluster) -> str:
     return given if given != "auto" else "bf16" if "bf16" in cluster.device.flops else "fp32"
 
 
-def costs_on(cluster: Cluster, dtype: str) -> Costs:
-    """Return the formulas with the rates known of a device: measured ones before those of the table."""
-    from shoal.plan.calibration import known_rates
+def costs_on(cluster: Cluster, dtype: str, *, of_setting: bool = False) -> Costs:
+    """Return the formulas with what is known of a device: measured rates, and the errors of earlier plans.
 
-    return Costs(worst, partial(step_time, rates=known_rates(cluster.device, dtype)))
+    With `of_setting`, errors of the same configuration and layout count before others; a search asks for none
+    of these, as they would make one candidate differ from its neighbours.
+    """
+    rates = rates_of(cluster.device, cluster.per_node, dtype)
+
+    def time(workload: Workload) -> StepTime:
+        step = step_time(workload, rates)
+        return calibrated(
+            step, cluster.device.name, dtype, setting=setting_of(workload) if of_setting else ""
+        )
+
+    return Costs(worst, time)
+
+
+def setting_of(workload: Workload) -> str:
+    """Name what a step computes and how, for the calibration."""
+    shape, train = workload.shape, workload.config.train
+    model = f"{shape.style} {shape.n_layers}x{shape.d_model}x{shape.padded_vocab_size}"
+    batch = f"{train.global_batch_size}/{train.micro_batch_size}x{train.seq_len}"
+    return f"{model} {batch} {workload.layout} {train.recompute} on {workload.cluster.world_size}"
 
 
 def plan_layout(config: Config, shape: ModelShape, cluster: Cluster, layout: Layout) -> Plan:
@@ -163,7 +185,7 @@ def plan_layout(config: Config, shape: ModelShape, cluster: Cluster, layout: Lay
     offload = config.parallel.offload and layout.zero > 0
     workload = workload_of(config, layout, shape, cluster, dtype, offload=offload)
     check_rules(workload.config, layout, shape)
-    costs = costs_on(cluster, dtype)
+    costs = costs_on(cluster, dtype, of_setting=True)
     return Plan(workload, costs.memory(workload), costs.time(workload))
 
 

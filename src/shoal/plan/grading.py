@@ -27,14 +27,17 @@ from shoal.plan.command import (
     costs_on,
     plan_layout,
     record_of,
+    setting_of,
     shape_of,
 )
+from shoal.plan.here import this_machine
 from shoal.plan.link_cost import Link
-from shoal.plan.machine import this_machine
+from shoal.plan.machine import rates_of
 from shoal.plan.memory import CATEGORIES, memory_of
 from shoal.plan.search import Plan, check_rules, workload_of
 from shoal.plan.show import gigabytes, seconds
-from shoal.plan.step_time import PHASES
+from shoal.plan.step_time import PHASES, step_time
+from shoal.plan.workload import Workload
 from shoal.runtime.files import read_json, write_json
 
 PLAN = "plan.json"
@@ -42,6 +45,7 @@ _SKIPPED = 5  # first steps that are not compared: they compile, and fill caches
 _MOST_REMEDIES = 3
 _SAVING = 0.02  # of the peak, from which a change is a remedy
 
+_MOST_RATIO = 10  # of predicted to measured, from which no error is printed
 # What is measured, and the property of RankMemory that predicts it.
 _MEMORY = {"allocated_bytes": "allocated", "peak_bytes": "peak_bytes", "reserved_bytes": "reserved_bytes"}
 Measured = Mapping[str, int]  # allocated_bytes, peak_bytes, reserved_bytes
@@ -107,7 +111,7 @@ def grade(run_dir: Path, lines: Sequence[Mapping[str, Any]], measured: Measured)
     stored["measured"] = {"steps": steps, "step_s": step_s, "phases": phases, "memory": dict(measured)}
     stored["predicted"] = {"step_s": plan.time.total, "phases": plan.time.phases, "memory": predicted}
     write_json(run_dir / PLAN, stored)
-    add_measurement(plan.workload, plan.time, phases, plan.memory, measured)
+    _calibrate(plan.workload, phases, step_s, len(timed))
     rows = [*_memory_rows(plan, measured), ("step", plan.time.total, step_s, seconds)]
     rows += [(f"  {name}", plan.time.phases[name], phases[name], seconds) for name in PHASES]
     return "\n".join([f"plan compared with steps {steps}:", *_table(rows, floor=0.01 * step_s)])
@@ -136,8 +140,16 @@ def out_of_memory(run_dir: Path, rank: int, measured: Measured) -> str:
     return "\n".join(lines)
 
 
+def _calibrate(w: Workload, phases: Mapping[str, float], step_s: float, steps: int) -> None:
+    """Let later plans know of the error of the formulas, without what they knew of earlier ones."""
+    raw = step_time(w, rates_of(w.cluster.device, w.cluster.per_node, w.dtype))
+    add_measurement(
+        w.cluster.device.name, w.dtype, raw.phases, phases, seconds=step_s, steps=steps, setting=setting_of(w)
+    )
+
+
 def remedies(plan: Plan) -> list[tuple[str, Plan]]:
-    """Return the changes of one setting that save memory, those that fit first, then the cheapest in time."""
+    """Return changes that save memory, those that fit first, then the cheapest in time; one for a setting."""
     w = plan.workload
     costs = costs_on(w.cluster, w.dtype)
     found = []
@@ -150,7 +162,10 @@ def remedies(plan: Plan) -> list[tuple[str, Plan]]:
         other = Plan(workload, costs.memory(workload), costs.time(workload))
         if other.memory.total_bytes < (1 - _SAVING) * plan.memory.total_bytes:
             found.append((words, other))
-    return sorted(found, key=lambda one: (not one[1].fits, one[1].time.total))[:_MOST_REMEDIES]
+    chosen: dict[str, tuple[str, Plan]] = {}
+    for words, other in sorted(found, key=lambda one: (not one[1].fits, one[1].time.total)):
+        chosen.setdefault(words.partition(" = ")[0], (words, other))
+    return list(chosen.values())[:_MOST_REMEDIES]
 
 
 def plan_of(stored: Mapping[str, Any], rank: int) -> Plan:
@@ -204,6 +219,6 @@ def _table(rows: list[tuple[str, float, float, Any]], floor: float = 0.0) -> lis
     lines = [f"  {'':<18} {'predicted':>12} {'measured':>12}"]
     for name, predicted, found, words in rows:
         if max(predicted, found) > floor:
-            error = f"{predicted / found - 1:+7.0%}" if found > 0 else ""
+            error = f"{predicted / found - 1:+7.0%}" if 0 < predicted < _MOST_RATIO * found else ""
             lines.append(f"  {name:<18} {words(predicted):>12} {words(found):>12} {error}")
     return lines

@@ -16,6 +16,7 @@ from shoal.models.counts import count_parameters, flops_per_token
 from shoal.plan.memory import CATEGORIES
 from shoal.plan.search import USABLE, Found, Plan, difference
 from shoal.plan.step_time import INSIDE, RunCost
+from shoal.runtime.startup import loading
 
 _BAR = 30  # characters
 _MOST_REJECTED = 8  # reasons that are shown
@@ -90,7 +91,8 @@ def found(console: Console, found: Found) -> None:
 
 def simulation(console: Console, plan: Plan) -> None:
     """Run a step of the real model on tensors without memory; print its peak beside the predicted one."""
-    from shoal.plan.simulate import simulate
+    with loading():
+        from shoal.plan.simulate import simulate
 
     layout = plan.workload.layout
     measured = simulate(plan.workload, plan.memory.pp_rank * layout.dp * layout.tp).memory

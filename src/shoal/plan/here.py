@@ -6,11 +6,13 @@ import importlib.util
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec, cluster_of, device_names, load_cluster
 from shoal.plan.link_cost import Link
+from shoal.plan.machine import load_machine
 from shoal.runtime.allocator import available_memory
 from shoal.runtime.cgroup import memory_limit
 from shoal.runtime.cores import cpu_flags, physical_cores
@@ -26,24 +28,31 @@ def this_machine(device: str, processes: int = 0) -> Cluster:
     """Return what `shoal train` would use here with the setting runtime.device.
 
     GPUs if the driver names any and torch was built for them, else the processor, whose available memory and
-    cores the processes share. `processes` 0: as many as there are GPUs or physical cores.
+    cores the processes share. `processes` 0: as many as there are GPUs or physical cores. Measured rates come
+    before those of the table.
 
     Raises:
         InputError: The GPU is not in the table, or there are fewer than processes.
     """
     names = gpu_names() if device != "cpu" else []
+    count = processes or len(names) or physical_cores()
+    machine, memory = load_machine(), usable_memory()
     if not names:
-        return cluster_of(processor(), max(1, processes or physical_cores()), 1, _LOOPBACK, _LOOPBACK)
+        if machine is None or machine.kind == "cuda":
+            return cluster_of(processor(memory), count, 1, _LOOPBACK, _LOOPBACK)
+        return replace(machine, memory_bytes=memory).cluster(count)
+    if count > len(names):
+        raise InputError(
+            f"{count} processes, but this machine has {len(names)} GPUs",
+            hint="plan for another machine with --gpu and --gpus, or use --runtime.device cpu",
+        )
+    if machine is not None and machine.kind == "cuda":
+        return machine.cluster(count)
     words = re.sub(r"[^a-z0-9]", "", names[0].lower())
     found = next((name for name in device_names() if all(part in words for part in name.split("-"))), None)
     if found is None:
         raise InputError(f"{names[0]} is not in the planner's table", hint="describe it with --cluster FILE")
-    if processes > len(names):
-        raise InputError(
-            f"{processes} processes, but this machine has {len(names)} GPUs",
-            hint="plan for another machine with --gpu and --gpus, or use --runtime.device cpu",
-        )
-    return load_cluster(processes or len(names), found, 1)
+    return load_cluster(count, found, 1)
 
 
 def gpu_names(driver: Path = _DRIVER) -> list[str]:
@@ -58,8 +67,13 @@ def gpu_names(driver: Path = _DRIVER) -> list[str]:
     return names if visible is None else names[: len([id for id in visible.split(",") if id.strip()])]
 
 
-def processor() -> DeviceSpec:
-    """Return this machine's processor: peaks by its instruction sets and clock, memory as available now."""
+def usable_memory() -> int:
+    """Return the bytes that new processes on this machine could take; a container's limit counts."""
+    return min(available_memory(), memory_limit() or sys.maxsize)
+
+
+def processor(memory: int) -> DeviceSpec:
+    """Return this machine's processor: peaks by its instruction sets and clock, and so many bytes."""
     cores, flags = physical_cores(), cpu_flags()
     info = Path("/proc/cpuinfo")
     clock = re.search(r"cpu MHz\s*: ([\d.]+)", info.read_text() if info.exists() else "")
@@ -69,6 +83,5 @@ def processor() -> DeviceSpec:
     flops = {"fp32": rate}
     if {"avx512_bf16", "amx_bf16"} & flags:
         flops["bf16"] = (8 if "amx_bf16" in flags else 2) * rate
-    memory = min(available_memory(), memory_limit() or sys.maxsize)
     bandwidth = _BYTES_PER_S * min(cores, _CHANNELS)
     return DeviceSpec(f"cpu-{cores}", "cpu", memory, flops, bandwidth, bandwidth)
