@@ -72,8 +72,7 @@ def train(
     nproc
         Worker processes on this host (default: 1, or as many as --layout needs).
     layout
-        Parallel layout, such as dp4, tp2*dp2 or zero3x4; see docs/layouts.md. auto: the fastest one that
-        fits, as `shoal plan` finds it.
+        Parallel layout, such as dp4, tp2*dp2 or zero3x4 (docs/layouts.md), or auto: the fastest that fits.
     force
         Start even if the plan says that the memory does not suffice.
     max_restarts
@@ -101,18 +100,10 @@ def train(
     """
     overrides = collect(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
-    if layout == "auto":
-        layout = _choose_layout(config, overrides, init, nproc or 0, nnodes)
+    layout = _choose_layout(config, overrides, layout, init, nproc, nnodes)
     words, resolved = _resolve(config, overrides, layout, init)  # reports mistakes before torch is loaded
-    workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
-    planned = _plan(resolved, workers, nnodes, force)
-    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
-    run = _named(run_dir, config, resolved)
-    from shoal.launch.start import start
-    from shoal.train.request import Request
-
-    request = Request(resolved, run, init, init_optimizer, words, verbose=verbose, plan=planned)
-    return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
+    asked = (resolved, _named(run_dir, config, resolved), init, init_optimizer, words)
+    return _start(asked, verbose, force, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
 def parity(
@@ -254,13 +245,40 @@ def advise(
     return command(resolved, AdviseOptions(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
 
 
+def _start(
+    asked: tuple[Config, Path, Path | None, bool, Layout | None],
+    verbose: bool,
+    force: bool,
+    nproc: int | None,
+    max_restarts: int | None,
+    hosts: tuple[int, str | None, int | None],
+) -> int:
+    """Plan a run, load what it needs, and train."""
+    config, *_, words = asked
+    nnodes = hosts[0]
+    workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
+    plan = _plan(config, workers, nnodes, force)
+    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
+    from shoal.launch.start import start
+    from shoal.train.request import Request
+
+    return start(Request(*asked, verbose=verbose, plan=plan), nproc, max_restarts, hosts)
+
+
 def _choose_layout(
-    config: str, overrides: dict[str, dict[str, Any]], init: Path | None, nproc: int, nnodes: int
-) -> str:
-    """Return the words of the layout that the planner chooses; other settings that it chooses are added.
+    config: str,
+    overrides: dict[str, dict[str, Any]],
+    layout: str | None,
+    init: Path | None,
+    nproc: int | None,
+    nnodes: int,
+) -> str | None:
+    """Return the words of a layout; for auto the planner's, which adds other settings that it has chosen.
 
     The workers, which get this process's arguments, are told the choice.
     """
+    if layout != "auto":
+        return layout
     from shoal.plan.grading import choose_layout, settings_of_choice
     from shoal.runtime.rank_info import read_rank_info
 
@@ -271,7 +289,7 @@ def _choose_layout(
         )
     _, resolved = _resolve(config, overrides, None, init)
     fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
-    plan = choose_layout(resolved, fixed, nproc, nnodes)
+    plan = choose_layout(resolved, fixed, nproc or 0, nnodes)
     words = str(plan.workload.layout)
     print(f"layout: {plan}", flush=True)
     given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]
