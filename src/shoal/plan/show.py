@@ -95,7 +95,7 @@ def simulation(console: Console, plan: Plan) -> None:
         from shoal.plan.simulate import simulate
 
     layout = plan.workload.layout
-    measured = simulate(plan.workload, plan.memory.pp_rank * layout.dp * layout.tp).memory
+    measured = simulate(plan.workload, plan.memory.pp_rank * layout.dp * layout.tp)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("at the peak", "predicted", "simulated"):
         table.add_column(heading, justify="left" if heading == "at the peak" else "right")
