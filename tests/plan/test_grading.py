@@ -122,7 +122,7 @@ def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
     assert f"  layout       {plan['layout']}: 2 processes" in screen
 
 
-BIG = ("--model.n_layers", "1", "--model.d_model", "65536", "--model.n_heads", "16")  # 206 GB of weights
+BIG = ("--model.n_layers", "12", "--model.d_model", "262144", "--model.n_heads", "16")  # 40 TB of weights
 
 
 def test_a_real_run_that_cannot_fit_is_refused_and_with_force_told_what_to_do(data, home, tmp_path):
