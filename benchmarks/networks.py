@@ -42,7 +42,8 @@ from shoal.data.prepare.examples import prepare_examples
 from shoal.data.prepare.options import PrepareOptions
 from shoal.data.synthetic import write_documents
 from shoal.networks.description import Resolved, read
-from shoal.runtime.device import Device, physical_cores
+from shoal.runtime.cores import physical_cores
+from shoal.runtime.device import Device
 
 BATCHES = {  # of the article's Table 7
     "fcn-s": 64,

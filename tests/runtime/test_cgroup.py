@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.doctor import machine
-from shoal.runtime import cgroup, device, memory
+from shoal.runtime import cgroup, cores, memory
 
 NO_LIMIT = str(2**63 - 4096)  # in v1's words
 GB = 10**9
@@ -93,9 +93,9 @@ def test_the_smallest_quota_of_cores_counts(tmp_path, own, files, expected):
 )
 def test_a_process_counts_the_cores_that_cpuset_and_quota_both_allow(monkeypatch, cpuset, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpuset)), raising=False)
-    monkeypatch.setattr(device, "cpu_limit", lambda: quota)
-    assert device.logical_cores() == expected
-    assert device.physical_cores() <= expected
+    monkeypatch.setattr(cores, "cpu_limit", lambda: quota)
+    assert cores.logical_cores() == expected
+    assert cores.physical_cores() <= expected
 
 
 def test_the_doctor_reads_the_limit_of_the_groups(monkeypatch):

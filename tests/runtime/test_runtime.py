@@ -114,10 +114,10 @@ def test_bf16_where_the_device_cannot_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"precision\.dtype = bf16, but NVIDIA Test has no bf16 units"):
         devices.resolve_dtype("bf16", torch.device("cuda", 0))
     assert devices.resolve_dtype("auto", torch.device("cuda", 0)) == torch.float32
-    monkeypatch.setattr(devices, "_cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx2"})
     assert devices.resolve_dtype("bf16", torch.device("cpu")) == torch.bfloat16  # slowly
     assert devices.resolve_dtype("auto", torch.device("cpu")) == torch.float32
-    monkeypatch.setattr(devices, "_cpu_flags", lambda: {"amx_bf16"})
+    monkeypatch.setattr(devices, "cpu_flags", lambda: {"amx_bf16"})
     assert devices.resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16
 
 

@@ -20,13 +20,8 @@ from shoal.bench.screen import make_table, show
 from shoal.config.sections import Runtime
 from shoal.errors import InputError, ShoalError
 from shoal.plan.link_cost import Link, all_reduce_cost
-from shoal.runtime.device import (
-    Device,
-    compute_fp32_in_full,
-    has_fast_products,
-    physical_cores,
-    select_device,
-)
+from shoal.runtime.cores import physical_cores
+from shoal.runtime.device import Device, compute_fp32_in_full, has_fast_products, select_device
 from shoal.runtime.files import check_targets, write_json
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -25,7 +25,7 @@ from shoal.bench.environments import FRAMEWORKS
 from shoal.bench.networks import Cell, NetworksOptions
 from shoal.config.load import read_toml
 from shoal.errors import InputError, counted, nearest
-from shoal.runtime.device import physical_cores
+from shoal.runtime.cores import physical_cores
 
 _TOOLS = {"caffe": "caffe", "cntk": "cntk", "mxnet": "mxnet", "tensorflow": "tensorflow", "torch": "pytorch"}
 # By type and name. Only FCN-S has a name of its own; the others are those of real data.

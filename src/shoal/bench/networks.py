@@ -41,7 +41,7 @@ from shoal.errors import InputError, counted
 from shoal.models.init import initialise
 from shoal.networks.description import Layer, Resolved, names, read
 from shoal.networks.modules import Network
-from shoal.runtime.device import physical_cores
+from shoal.runtime.cores import physical_cores
 from shoal.runtime.files import write_json
 from shoal.runtime.network import interface_towards
 

@@ -20,7 +20,8 @@ from shoal.bench import record
 from shoal.bench.ceilings import Make, Repeats, time_call
 from shoal.bench.screen import make_table, show
 from shoal.errors import InputError
-from shoal.runtime.device import Device, physical_cores, select_device
+from shoal.runtime.cores import physical_cores
+from shoal.runtime.device import Device, select_device
 from shoal.runtime.files import check_targets, write_json
 
 TOLERANCE = 1e-5  # of the largest element of the result

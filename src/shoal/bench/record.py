@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shoal.errors import InputError
-from shoal.runtime.device import bf16_is_native, logical_cores, physical_cores, select_device
+from shoal.runtime.cores import logical_cores, physical_cores
+from shoal.runtime.device import bf16_is_native, select_device
 from shoal.runtime.files import read_json
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from shoal.bench.networks import MODES, Cell
 from shoal.bench.read_records import load
 from shoal.errors import InputError, counted
 from shoal.page.render import check_packages
-from shoal.runtime.device import physical_cores
+from shoal.runtime.cores import physical_cores
 from shoal.runtime.files import alone_in, write_text
 
 _NETWORKS = ("fcn-r", "alexnet-r", "lstm", "resnet-56")  # the shortest steps first

@@ -74,6 +74,18 @@ app.command(
     "Example: torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400 "
     "-m shoal advise gpt2 --data DATASET   (the link between two hosts; run it on each)",
 )
+app.command(
+    "shoal.cli.plan:plan",
+    name="plan",
+    group=_DATA,
+    help_flags=HELP_FLAGS,
+    help="Plan a run: does it fit, how long does it take, which layout, and why not the others.\n\n"
+    "Predicts the memory of each rank and the time of a step, and searches all layouts of the devices.\n\n"
+    "Exit status: 0 it fits, 1 it does not, 2 bad input, or no layout fits.",
+    help_epilogue="Example: shoal plan gpt2 --data datasets/my-text --epochs 1   (on this machine)\n\n"
+    "Example: shoal plan gpt2-xl --gpu h100 --gpus 8 --nodes 4 --link 400gbit --tokens 3e11\n\n"
+    'Example: shoal plan gpt2 --gpu a100-80 --gpus 8 --layout "tp2*dp4" --plot memory.png',
+)
 app.command(prepare, group=_DATA)
 app.command(config, group=_DATA)
 app.command(generate, group=_MODEL)

@@ -6,6 +6,8 @@ Loaded on demand, as they import the settings.
 from __future__ import annotations
 
 import gc
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,7 @@ def train(
     seq_len: int | None = None,
     nproc: Annotated[int | None, Parameter(group=_RANKS)] = None,
     layout: Annotated[str | None, Parameter(group=_RANKS)] = None,
+    force: Annotated[bool, Parameter(group=_RANKS)] = False,
     max_restarts: Annotated[int | None, Parameter(group=_RANKS)] = None,
     nnodes: Annotated[int, Parameter(group=_RANKS)] = 1,
     rdzv: Annotated[str | None, Parameter(group=_RANKS)] = None,
@@ -69,7 +72,9 @@ def train(
     nproc
         Worker processes on this host (default: 1, or as many as --layout needs).
     layout
-        Parallel layout, such as dp4, tp2*dp2 or zero3x4; see docs/layouts.md.
+        Parallel layout, such as dp4, tp2*dp2 or zero3x4 (docs/layouts.md), or auto: the fastest that fits.
+    force
+        Start even if the plan says that the memory does not suffice.
     max_restarts
         Restarts after a rank has failed (default: 3 with several processes, else 0).
     nnodes
@@ -93,17 +98,12 @@ def train(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    overrides = _given(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
+    overrides = collect(settings, data, max_time, stop_after, allow_tokenizer_mismatch)
     _add_short(overrides, steps=steps, lr=lr, batch_size=batch_size, seq_len=seq_len)
+    layout = _choose_layout(config, overrides, layout, init, nproc, nnodes)
     words, resolved = _resolve(config, overrides, layout, init)  # reports mistakes before torch is loaded
-    workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
-    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
-    run = _named(run_dir, config, resolved)
-    from shoal.launch.start import start
-    from shoal.train.request import Request
-
-    request = Request(resolved, run, init, init_optimizer, words, verbose=verbose)
-    return start(request, nproc, max_restarts, (nnodes, rdzv, node_rank))
+    asked = (resolved, _named(run_dir, config, resolved), init, init_optimizer, words)
+    return _start(asked, verbose, force, nproc, max_restarts, (nnodes, rdzv, node_rank))
 
 
 def parity(
@@ -136,7 +136,7 @@ def parity(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    resolved = load_config(config, _given(settings, data, None, None))
+    resolved = load_config(config, collect(settings, data))
     with loading():
         from shoal.parity.command import parity as run
 
@@ -180,7 +180,7 @@ def layouts(
     settings
         Any setting of the configuration, as --section.field VALUE; overrides the file.
     """
-    overrides = _given(settings, data, None, None)
+    overrides = collect(settings, data)
     _add_short(overrides, steps=steps)
     count = overrides.setdefault("train", {}).setdefault("steps", 40)
     overrides["train"]["sinks"] = []
@@ -239,11 +239,82 @@ def advise(
     """
     run_dir = Path(config) if Path(config).is_dir() else None
     source = str(run_dir / "config.toml") if run_dir else config
-    resolved = load_config(source, _given(settings, data, None, None))
+    resolved = load_config(source, collect(settings, data))
     with loading():
         from shoal.plan.advise import AdviseOptions, command
 
     return command(resolved, AdviseOptions(run_dir, nproc, layout, hosts, link, step_ms, seconds, json))
+
+
+def _start(
+    asked: tuple[Config, Path, Path | None, bool, Layout | None],
+    verbose: bool,
+    force: bool,
+    nproc: int | None,
+    max_restarts: int | None,
+    hosts: tuple[int, str | None, int | None],
+) -> int:
+    """Plan a run, load what it needs, and train."""
+    config, *_, words = asked
+    nnodes = hosts[0]
+    workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
+    plan = _plan(config, workers, nnodes, force)
+    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
+    from shoal.launch.start import start
+    from shoal.train.request import Request
+
+    return start(Request(*asked, verbose=verbose, plan=plan), nproc, max_restarts, hosts)
+
+
+def _choose_layout(
+    config: str,
+    overrides: dict[str, dict[str, Any]],
+    layout: str | None,
+    init: Path | None,
+    nproc: int | None,
+    nnodes: int,
+) -> str | None:
+    """Return the words of a layout; for auto the planner's, which adds other settings that it has chosen.
+
+    The workers, which get this process's arguments, are told the choice.
+    """
+    if layout != "auto":
+        return layout
+    from shoal.plan.grading import choose_layout, settings_of_choice
+    from shoal.runtime.rank_info import read_rank_info
+
+    if read_rank_info() is not None:
+        raise InputError(
+            "--layout auto: torchrun or srun has started the ranks already",
+            hint="give the layout that `shoal plan` names",
+        )
+    _, resolved = _resolve(config, overrides, None, init)
+    fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
+    plan = choose_layout(resolved, fixed, nproc or 0, nnodes)
+    words = str(plan.workload.layout)
+    print(f"layout: {plan}", flush=True)
+    given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]
+    sys.argv[1:] = [f"--layout={words}" if word == "--layout=auto" else word for word in given]
+    for section, values in settings_of_choice(plan).items():
+        for name, value in values.items():
+            if name not in overrides.get(section, {}) and value != getattr(getattr(resolved, section), name):
+                overrides.setdefault(section, {})[name] = value
+                option = f"--{section}.{'' if value is not False else 'no-'}{name.replace('_', '-')}"
+                sys.argv += [option] if isinstance(value, bool) else [option, str(value)]
+    return words
+
+
+def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str, Any] | None:
+    """Plan a run that begins here; a launcher has planned that of its workers."""
+    from shoal.runtime.rank_info import launched_by_us, read_rank_info, read_replica_group
+
+    if launched_by_us() or read_replica_group() is not None:
+        return None
+    from shoal.plan.grading import plan_run
+
+    if (info := read_rank_info()) is not None:
+        workers, nnodes = info.local_world_size, info.world_size // info.local_world_size
+    return plan_run(resolved, workers, nnodes, force=force)
 
 
 def _load(workers: int, *, launching: bool) -> None:
@@ -308,11 +379,11 @@ def _lay_out(overrides: dict[str, dict[str, Any]], words: str | None) -> Layout 
     return layout
 
 
-def _given(
+def collect(
     settings: Config | None,
     data: tuple[Path, ...],
-    max_time: float | None,
-    stop_after: int | None,
+    max_time: float | None = None,
+    stop_after: int | None = None,
     allow_tokenizer_mismatch: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Collect what the command line sets, section by section."""

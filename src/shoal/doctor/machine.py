@@ -97,7 +97,8 @@ def check_cores(
 ) -> Finding:
     """How many cores are ours, how many threads does that give a worker, and are they idle?"""
     from shoal.config.sections import Runtime
-    from shoal.runtime.device import choose_threads, logical_cores, physical_cores
+    from shoal.runtime.cores import logical_cores, physical_cores
+    from shoal.runtime.device import choose_threads
 
     physical, allowed = physical or physical_cores(), allowed or logical_cores()
     load = os.getloadavg()[0] if load is None else load

@@ -10,7 +10,7 @@ from shoal.config.sync_rules import strategy_of
 from shoal.errors import ConfigError, InputError
 from shoal.launch.launcher import launch
 from shoal.launch.rendezvous import Rendezvous
-from shoal.runtime.device import logical_cores
+from shoal.runtime.cores import logical_cores
 from shoal.runtime.log import log, to_screen
 from shoal.runtime.network import Endpoint, several_hosts
 from shoal.runtime.rank_info import RankInfo, launched_by_us, read_rank_info, read_replica_group
@@ -112,5 +112,7 @@ def _launch(request: Request, nproc: int, max_restarts: int | None, hosts: Rende
         log.warning(
             f"warning: --nproc {nproc} is above the {logical_cores()} cores of this machine: expect it slow"
         )
+    if hosts is None or not hosts.node:
+        request.store_plan()
     restarts = 3 if max_restarts is None else max_restarts
     return launch(sys.argv[1:], nproc, request.run_dir, restarts, hang_limit_s(request.config.runtime), hosts)

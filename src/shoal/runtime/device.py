@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from shoal.config.sections import Runtime
 from shoal.errors import ConfigError, counted
-from shoal.runtime.cgroup import cpu_limit
+from shoal.runtime.cores import cpu_flags, physical_cores, processor_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def select_device(setting: str, local_rank: int, local_world_size: int) -> Devic
             "runtime.device = cuda, but torch sees no CUDA device here", hint="use runtime.device = cpu"
         )
     if setting == "cpu" or not available:
-        return Device(torch.device("cpu"), "gloo", f"CPU ({_processor_name()})")
+        return Device(torch.device("cpu"), "gloo", f"CPU ({processor_name()})")
     if local_world_size > available:
         raise ConfigError(
             f"{local_world_size} ranks on this host, but only {counted(available, 'CUDA device')}: "
@@ -99,7 +96,7 @@ def bf16_is_native(device: torch.device) -> bool:
     """Say whether bf16 matrix products run in hardware: GPUs from Ampere on, CPUs with AVX512-BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return bool({"avx512_bf16", "amx_bf16"} & _cpu_flags())
+    return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
 
 
 def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
@@ -125,30 +122,6 @@ def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if setting == "bf16" or (setting == "auto" and native) else torch.float32
 
 
-def logical_cores() -> int:
-    """Count the cores this process may run on: affinity mask (and cpuset), then the cgroups' quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_limit()
-    return max(1, min(allowed, int(quota))) if quota else allowed
-
-
-def physical_cores() -> int:
-    """Count physical cores among the ones this process may run on."""
-    logical = logical_cores()
-    if platform.system() == "Darwin":
-        answer = subprocess.run(
-            ["sysctl", "-n", "hw.physicalcpu"], capture_output=True, text=True, check=False
-        )
-        return min(logical, int(answer.stdout or logical))
-    if not hasattr(os, "sched_getaffinity"):
-        return logical
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(topology.read_text().strip() if topology.exists() else str(cpu))
-    return max(1, min(len(cores), logical))
-
-
 def share_cores(local_world_size: int) -> None:
     """Give this process, one of several alike on this machine, its share of the cores."""
     torch.set_num_threads(choose_threads(Runtime(), local_world_size)[0])
@@ -163,19 +136,3 @@ def choose_threads(runtime: Runtime, local_world_size: int) -> tuple[int, str]:
         return int(inherited), "OMP_NUM_THREADS"
     cores = physical_cores()
     return max(1, cores // local_world_size), f"{cores} physical cores / {local_world_size} workers"
-
-
-def _processor_name() -> str:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith(("flags", "Features")):
-            return set(line.partition(":")[2].split())
-    return set()

@@ -31,6 +31,11 @@ def free_memory(device: torch.device) -> int:
     return min(available_memory(), memory_limit() or sys.maxsize)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error is that of an allocator of torch, or of Python, that found no memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def memory_use(device: Device) -> MemoryUse:
     """Read the memory of this rank.
 

@@ -15,7 +15,7 @@ from shoal.runtime.log import log
 
 _FOLDERS = ("ranks", "compiled", "profile", "tensorboard", "postmortem", "replicas")
 _MARKERS = ("ranks/stop-requested", "ranks/stopped")
-_FILES = ("config.toml", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name", *_MARKERS)
+_FILES = ("config.toml", "plan.json", "metrics.jsonl", "incidents.jsonl", "loss.png", "sinks-name", *_MARKERS)
 _FILES_OF_RANK = ("log", "pid", "flight-recorder", "stack", "error.json")
 _LASTING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),

@@ -36,7 +36,7 @@ from shoal.comm.transport import Transport
 from shoal.config.sections import Config
 from shoal.config.sync_rules import BUCKET_BYTES
 from shoal.gradsync.replicas import WeightOwners
-from shoal.runtime.device import physical_cores
+from shoal.runtime.cores import physical_cores
 from shoal.runtime.flight_recorder import label
 from shoal.runtime.process import Process
 

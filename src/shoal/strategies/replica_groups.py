@@ -27,7 +27,7 @@ from shoal.launch import forking
 from shoal.launch.membership import Membership
 from shoal.launch.rendezvous import RUN_AGAIN, connect, open_store
 from shoal.runtime import network
-from shoal.runtime.device import physical_cores
+from shoal.runtime.cores import physical_cores
 from shoal.runtime.failure import Failure, first_cause
 from shoal.runtime.log import log, quieten_libraries, rank_folder
 from shoal.runtime.network import Endpoint

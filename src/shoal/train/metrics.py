@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from shoal.train.schedule import learning_rate
 from shoal.train.sinks import Sinks
 
 _FORMATS = {"perplexity": ".2f"}  # on the console
+_GRADED_STEPS = 20  # of a start, with which its plan is compared
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Metrics:
         self._last_log: dict[str, Any] = {}
         self._replicas = SynchronousReplicas()
         self._sent_bytes = 0
+        self._first: list[dict[str, Any]] = []  # lines of this start
+        self.grade: Callable[[list[dict[str, Any]]], None] | None = None  # is given them
 
     def start(self, step: int, replicas: SynchronousReplicas) -> None:
         """Drop what an earlier attempt recorded after the step that this one goes on from; open the sinks.
@@ -132,6 +136,10 @@ class Metrics:
             log.debug(console.details(line, self._process.world_size))
             self._last_log = line
         self._write(line)
+        if self.grade and len(self._first) < _GRADED_STEPS:
+            self._first.append(line)
+            if len(self._first) == _GRADED_STEPS:
+                self.grade(self._first)
 
     def _by_rank(self, line: dict[str, Any]) -> dict[str, float]:
         """Return sums over ranks, and which rank has least and most of what differs between them.

@@ -13,6 +13,7 @@ from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
 from shoal.errors import ConfigError, InputError, counted
 from shoal.models.shape import resolve_shape
+from shoal.runtime.files import write_json
 from shoal.runtime.rank_info import ReplicaGroupInfo
 from shoal.tasks.choose import open_task
 from shoal.tasks.task import Task
@@ -35,6 +36,11 @@ _SHAPE = (
 )
 
 
+def plan_path(run_dir: Path) -> Path:
+    """Return the file of a run's plan."""
+    return run_dir / "plan.json"
+
+
 @dataclass(frozen=True)
 class Request:
     """One `shoal train` command, resolved."""
@@ -46,11 +52,19 @@ class Request:
     layout: Layout | None = None  # where it was given in words
     replica_group: ReplicaGroupInfo | None = None  # where this is one of several replicas that train apart
     verbose: bool = False  # details are shown on the screen too
+    plan: dict[str, Any] | None = None  # what was predicted, for the run folder
 
     def on(self, group: ReplicaGroupInfo) -> Request:
         """Return what is asked of one of the replicas that train apart."""
         layout = self.layout and self.layout.as_replica_group()
         return replace(self, run_dir=group.folder(self.run_dir), layout=layout, replica_group=group)
+
+    def store_plan(self) -> None:
+        """Write what was predicted into the run folder; that of an earlier start goes."""
+        if self.plan is None:
+            plan_path(self.run_dir).unlink(missing_ok=True)
+        else:
+            write_json(plan_path(self.run_dir), self.plan)
 
     @property
     def run_of_first(self) -> Path:

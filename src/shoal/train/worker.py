@@ -8,6 +8,10 @@ import platform
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +21,8 @@ from shoal.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, InputError, Shoal
 from shoal.runtime import process as processes
 from shoal.runtime.failure import record_failure
 from shoal.runtime.files import write_text
-from shoal.runtime.log import quieten_libraries, show_progress, to_rank_file
+from shoal.runtime.log import log, quieten_libraries, show_progress, to_rank_file
+from shoal.runtime.memory import is_out_of_memory, memory_use
 from shoal.runtime.network import differing
 from shoal.runtime.rank_info import RankInfo, launched_by_us, launcher_pid, read_rank_info
 from shoal.runtime.run_folder import in_sentences
@@ -26,7 +31,7 @@ from shoal.runtime.stop import Stop, end_with_launcher, stopped_marker
 from shoal.tasks.choose import open_task
 from shoal.train.job import build_job
 from shoal.train.loop import train
-from shoal.train.request import Request
+from shoal.train.request import Request, plan_path
 from shoal.train.summary import print_summary
 
 
@@ -64,17 +69,49 @@ def _train(request: Request) -> bool:
         _compare_hosts(request, process)
     stop = Stop(process, request.run_dir, runtime, launched=launched_by_us())
     stop.listen()
-    job = build_job(request, process, stop)
-    if process.rank == 0:
-        stopped_marker(request.run_dir).unlink(missing_ok=True)  # of an earlier start
-        write_text(request.run_dir / "config.toml", to_toml(job.config))
-        if process.info.attempt == 0:
-            print_summary(job)
-    done = train(job)
+    if process.rank == 0 and not launched_by_us():
+        request.store_plan()
+    with _planned(request, process) as grade:
+        job = build_job(request, process, stop)
+        if process.rank == 0:
+            stopped_marker(request.run_dir).unlink(missing_ok=True)  # of an earlier start
+            write_text(request.run_dir / "config.toml", to_toml(job.config))
+            job.metrics.grade = grade
+            if process.info.attempt == 0:
+                print_summary(job)
+        done = train(job)
     if not done and process.info.local_rank == 0:  # each host has a launcher that looks for it
         stopped_marker(request.run_dir).touch()
     processes.leave()
     return done
+
+
+@contextmanager
+def _planned(
+    request: Request, process: processes.Process
+) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Yield what compares the first steps with the plan; where memory runs out, say what was planned."""
+    device, run_dir = process.device, request.run_dir
+    before = memory_use(device).allocated_bytes
+
+    def measured() -> dict[str, int]:
+        use = memory_use(device)
+        return asdict(use) if device.is_cuda else {"reserved_bytes": use.allocated_bytes - before}
+
+    def grade(lines: list[dict[str, Any]]) -> None:
+        if plan_path(run_dir).exists():
+            from shoal.plan import grading
+
+            log.info(grading.grade(run_dir, lines, measured()))
+
+    try:
+        yield grade
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error) and plan_path(run_dir).exists():
+            from shoal.plan import grading
+
+            sys.stderr.write(grading.out_of_memory(run_dir, process.rank, measured()) + "\n")
+        raise
 
 
 def _compare_hosts(request: Request, process: processes.Process) -> None:

@@ -1,0 +1,139 @@
+"""A run against its plan: refused before it starts, compared after 20 steps, explained without memory."""
+
+import json
+
+import pytest
+
+from shoal.config.load import load_config
+from shoal.errors import InputError
+from shoal.plan import calibration, grading, machine
+from shoal.plan.grading import PHASES, grade, out_of_memory, plan_run, remedies
+from tests.train.commands import shoal
+
+GB = 10**9
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home of one's own, where calibration is kept."""
+    monkeypatch.setattr(machine, "FOLDER", tmp_path / ".cache/shoal")
+    return {"HOME": str(tmp_path)}
+
+
+def config_of(data, **settings):
+    model = {"n_layers": 2, "d_model": 256, "n_heads": 4, "max_seq_len": 64}
+    train = {"global_batch_size": 16, "micro_batch_size": 8, "seq_len": 64}
+    values = {
+        "model": model,
+        "train": train,
+        "data": {"datasets": [str(data)]},
+        "precision": {"dtype": "fp32"},
+    }
+    return load_config("tiny", {**values, **settings})
+
+
+def with_memory(monkeypatch, num_bytes):
+    monkeypatch.setattr("shoal.plan.here.usable_memory", lambda: num_bytes)
+
+
+def test_what_cannot_fit_is_refused_with_what_would(data, home, monkeypatch):
+    config = config_of(data)
+    needed = plan_run(config, 2, 1)["memory"]["total_bytes"]
+    with_memory(monkeypatch, int(2 * 0.95 * needed))
+    with pytest.raises(InputError, match=r"dp2, micro-batch 8 does not fit: a rank needs .* of") as raised:
+        plan_run(config, 2, 1)
+    assert raised.value.hint.startswith(("use train.", "use parallel."))
+    assert raised.value.hint.endswith("--force starts all the same")
+    assert plan_run(config, 2, 1, force=True)["fits"] is False
+
+
+def test_what_the_planner_does_not_know_is_not_refused(data, home):
+    assert plan_run(config_of(data, sync={"strategy": "diloco"}), 2, 1) is None
+    assert plan_run(load_config("fcn-r"), 1, 1) is None
+    assert plan_run(config_of(data), 3, 1) is None  # training says why
+
+
+def stored(data, folder, monkeypatch, processes=1):
+    (folder / "plan.json").write_text(json.dumps(plan_run(config_of(data), processes, 1)))
+    return json.loads((folder / "plan.json").read_text())
+
+
+def test_a_run_is_compared_by_the_median_without_its_first_steps(data, home, tmp_path, monkeypatch):
+    plan = stored(data, tmp_path, monkeypatch)
+    slow = dict.fromkeys((f"{name}_s" for name in PHASES), 9.0)
+    usual = {f"{name}_s": 2 * plan["time"]["phases"][name] for name in PHASES}
+    step_s = 2 * plan["time"]["step_s"]
+    lines = [{"step": n, "seconds": 99.0, **slow} for n in range(1, 6)]
+    lines += [{"step": n, "seconds": step_s, **usual} for n in range(6, 21)]
+    table = grade(tmp_path, lines, {"reserved_bytes": 2 * plan["memory"]["reserved_bytes"]})
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[0] == ["plan", "compared", "with", "steps", "6", "to", "20:"]
+    assert [row[-1] for row in rows if row[0] in ("reserved", "step", "forward")] == ["-50%"] * 3
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["measured"]["step_s"] == step_s
+    assert kept["predicted"]["step_s"] == plan["time"]["step_s"]
+    again = plan_run(config_of(data), 1, 1)["time"]["step_s"]
+    assert plan["time"]["step_s"] < again <= step_s  # the next plan has learned
+
+
+def test_out_of_memory_names_three_remedies_the_cheapest_first(data, home, tmp_path, monkeypatch):
+    stored(data, tmp_path, monkeypatch, 2)
+    table = out_of_memory(tmp_path, 1, {"reserved_bytes": GB})
+    lines = table.splitlines()
+    assert lines[0].startswith("rank 1 ran out of memory under dp2, micro-batch 8; ")
+    assert "predicted at the peak" in table
+    at = next(i for i, line in enumerate(lines) if line.startswith("the cheapest remedies"))
+    assert len(lines) - at - 1 == 3
+    assert len({line.split(" = ")[0] for line in lines[at + 1 :]}) == 3  # of three settings
+    costs = [float(line.split("less, ")[1].split("%")[0]) for line in lines[at + 1 :]]
+    assert costs == sorted(costs)
+
+
+def test_remedies_that_fit_come_before_cheaper_ones_that_do_not(data, home, tmp_path, monkeypatch):
+    plan = grading.plan_of(stored(data, tmp_path, monkeypatch, 2), rank=0)
+    sizes = [other.memory.total_bytes for _, other in remedies(plan)]
+    device = plan.workload.cluster.device
+    tight = grading.replace(device, memory_bytes=min(sizes))
+    small = grading.replace(
+        plan,
+        workload=grading.replace(plan.workload, cluster=grading.replace(plan.workload.cluster, device=tight)),
+    )
+    assert next(other.fits for _, other in remedies(small))
+
+
+def test_a_real_run_stores_its_plan_and_compares_it(data, home, tmp_path):
+    status, screen = shoal(data, tmp_path / "run", "--train.steps", "20", "--nproc", "2", env=home)
+    assert status == 0, screen
+    assert "plan compared with steps 6 to 20:" in screen
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert plan["layout"] == "dp2"
+    assert plan["measured"]["step_s"] > 0
+    assert plan["measured"]["memory"]["reserved_bytes"] > 0
+    assert calibration._file(tmp_path / ".cache/shoal").exists()
+
+
+def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
+    words = ("--layout", "auto", "--nproc", "2", "--train.steps", "2")
+    status, screen = shoal(data, tmp_path / "run", *words, env=home)
+    assert status == 0, screen
+    chosen = next(line for line in screen.splitlines() if line.startswith("layout: "))
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert chosen == f"layout: {plan['settings']}"
+    assert f"  layout       {plan['layout']}: 2 processes" in screen
+
+
+BIG = ("--model.n_layers", "12", "--model.d_model", "262144", "--model.n_heads", "16")  # 40 TB of weights
+
+
+def test_a_real_run_that_cannot_fit_is_refused_and_with_force_told_what_to_do(data, home, tmp_path):
+    status, screen = shoal(data, tmp_path / "run", *BIG, env=home)
+    assert status == 2
+    assert "does not fit: a rank needs" in screen
+    assert not (tmp_path / "run").exists()
+    words = ("--nproc", "2", "--max-restarts", "0", "--max-time", "60")
+    status, screen = shoal(data, tmp_path / "run", *BIG, *words, "--force", "--verbose", env=home)
+    assert status == 1
+    table, error = screen.index("ran out of memory under dp2"), screen.index("Traceback")
+    assert table < error
+    assert "the cheapest remedies, with their predicted effect:" in screen
+    assert "parallel.zero = " in screen
