@@ -33,7 +33,8 @@ from shoal.plan.machine import Machine, save_machine
 from shoal.plan.measure import measure_link
 from shoal.plan.rates import BACKWARD, Law
 from shoal.runtime.allocator import keep_memory, physical_memory
-from shoal.runtime.device import Device, has_fast_products, logical_cores, select_device
+from shoal.runtime.cores import logical_cores
+from shoal.runtime.device import Device, has_fast_products, select_device
 from shoal.train.optimiser import build_optimiser
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
