@@ -8,13 +8,13 @@ import pytest
 from shoal.config.layout import parse_layout, under
 from shoal.config.load import load_config
 from shoal.errors import ConfigError
+from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
-from shoal.plan import step_time as module
 from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
 from shoal.plan.rates import Law, Rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
-from shoal.plan.workload import Workload
+from shoal.plan.workload import Workload, weight_shapes
 from shoal.train import clock
 
 
@@ -148,5 +148,5 @@ def test_a_trillion_parameters_on_3072_gpus_are_timed_at_once():
 def test_shapes_have_as_many_values_as_the_model():
     for preset in ("gpt2", "tiny-llama"):
         shape = work(preset=preset).shape
-        total = module.count_parameters(shape).total
-        assert sum(a * (b[0] if b else 1) for a, *b in module._shapes(shape).values()) == total
+        total = count_parameters(shape).total
+        assert sum(a * (b[0] if b else 1) for a, *b in weight_shapes(shape).values()) == total

@@ -6,18 +6,15 @@ phases a run records: as there, "forward" and "backward" include "tp" and "shard
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.models.counts import count_parameters, flops_per_token
-from shoal.models.shape import ModelShape
 from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost
 from shoal.plan.machine import rates_of
 from shoal.plan.rates import BACKWARD, Law, Rates
 from shoal.plan.sync_cost import Replicas, demand
-from shoal.plan.workload import Workload
+from shoal.plan.workload import Workload, weight_shapes
 
 PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication", "optimiser")
 INSIDE = ("tp", "shard")  # lie within forward and backward
@@ -452,7 +449,7 @@ def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float,
         ranks = layout.world_size * layout.replica_groups // count
         asked = demand(
             config.sync,
-            _shapes(shape),
+            weight_shapes(shape),
             Replicas(count, count, 1 if software.buckets else ranks, gradient_bytes),
         )
         sent = asked.link_bytes * part.parameters / layout.dp_shard / count_parameters(shape).total
@@ -465,31 +462,6 @@ def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float,
         waiting += all_reduce_cost("chunked_ring", 2, table).seconds(link)
     agreement = 2 * math.ceil(math.log2(world)) if world > 1 else 0
     return waiting + agreement * _link(workload, rates, world, 1).latency_s
-
-
-@functools.cache
-def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight, in model order."""
-    return dict(_named(shape))
-
-
-def _named(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d, kv, ff = shape.d_model, shape.n_kv_heads * shape.head_dim, shape.d_ff
-    gpt2 = shape.style == "gpt2"
-    yield "embed", (shape.padded_vocab_size, d)
-    if gpt2:
-        yield "positions", (shape.max_seq_len, d)
-    mlp = {"up": (ff, d), "down": (d, ff)} if gpt2 else {"gate": (ff, d), "up": (ff, d), "down": (d, ff)}
-    for layer in range(shape.n_layers):
-        for name, rows in {"q": (d, d), "k": (kv, d), "v": (kv, d), "o": (d, d), **mlp}.items():
-            yield f"{layer}.{name}", rows
-            if gpt2:
-                yield f"{layer}.{name}.bias", rows[:1]
-        for name in ("attention_norm", "mlp_norm"):
-            yield f"{layer}.{name}", (d * (2 if gpt2 else 1),)
-    yield "norm", (d * (2 if gpt2 else 1),)
-    if not shape.tie_embeddings:
-        yield "head", (shape.padded_vocab_size, d)
 
 
 def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
