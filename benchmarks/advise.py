@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.record import RECORDS, write_record
 from shoal.bench.hosts import NAMES, TwoHosts
-from shoal.bench.sizes import parse_rate
 from shoal.config.sections import Runtime
+from shoal.plan.link_cost import parse_rate
 from shoal.runtime.device import choose_threads
 
 MARK = 0.8

@@ -27,12 +27,12 @@ from shoal.bench.gradsync import (
     title,
 )
 from shoal.bench.measured import MeasuredRun, Point
-from shoal.bench.sizes import parse_rate
 from shoal.config.load import load_config
 from shoal.data.dataset import open_dataset
 from shoal.data.loader import Windows
 from shoal.errors import InputError
 from shoal.networks.description import read
+from shoal.plan.link_cost import parse_rate
 from tests.tiny_dataset import random_dataset
 
 

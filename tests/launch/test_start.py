@@ -28,6 +28,4 @@ def test_a_plain_run_of_two_ranks_loads_the_core_alone(data, tmp_path):
     }
     assert {"0", "1"} <= found.keys()
     assert {rank: loaded & BESIDE for rank, loaded in found.items() if rank} == {"0": set(), "1": set()}
-    assert found[None] & {*BESIDE, "plan"} <= {"diagnosis", "plan", "bench"}, (
-        "the launcher watches, and plans"
-    )
+    assert found[None] & {*BESIDE, "plan"} <= {"diagnosis", "plan"}, "the launcher watches, and plans"

@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 from shoal.bench.hosts import NAMES, TwoHosts
 from shoal.bench.measured import MeasuredRun, measured
-from shoal.bench.sizes import parse_rate
 from shoal.comm.slow_transport import MBIT
 from shoal.config.load import config_from_toml, validate
 from shoal.config.sections import Runtime
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
-from shoal.plan.link_cost import all_reduce_cost
+from shoal.plan.link_cost import all_reduce_cost, parse_rate
 from shoal.runtime.device import choose_threads
 from shoal.runtime.files import write_json
 from shoal.tasks.choose import open_task

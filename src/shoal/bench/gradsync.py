@@ -21,9 +21,9 @@ from shoal.bench.cells import Cell, CellResult, Network, parse_way, run
 from shoal.bench.hosts import TwoHosts, why_not
 from shoal.bench.record import begin, describe
 from shoal.bench.screen import make_table, show
-from shoal.bench.sizes import parse_rate
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError, ShoalError, counted, nearest
+from shoal.plan.link_cost import parse_rate
 from shoal.runtime.files import check_targets, write_json
 
 LOCAL, HOSTS = "local", "hosts"

@@ -23,10 +23,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.bench.sizes import parse_rate
 from shoal.config.load import read_toml
 from shoal.errors import InputError, counted, nearest
-from shoal.plan.link_cost import Link
+from shoal.plan.link_cost import Link, parse_rate
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCY_S = 100e-6  # default latency of a message, with TCP and gloo

@@ -7,8 +7,11 @@ the time to add, which is hidden when chunks are added as they arrive.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from shoal.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,16 @@ def fit_link(costs: Sequence[Cost], seconds: Sequence[float]) -> Link | None:
     if latency < 0:  # noise: small messages did not take longer per byte than large ones
         latency, per_byte = 0.0, b / bb
     return Link(latency, 1 / per_byte) if per_byte > 0 else None
+
+
+def parse_rate(words: str) -> float:
+    """Parse 10mbit, 2.5gbit or 800kbit, where 1 kbit is 1,000 bits a second; return bytes a second.
+
+    Raises:
+        InputError: The text has none of these forms, or the rate is 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg])bit", words.strip().lower())
+    rate = float(found[1]) * 1000 ** ("kmg".index(found[2]) + 1) / 8 if found else 0.0
+    if not rate:
+        raise InputError(f"{words!r} is not a link rate", hint="write 100mbit, 2.5gbit or 800kbit")
+    return rate
