@@ -14,7 +14,7 @@ class InFlight:
 
     counts: tuple[int, ...]  # micro-batches whose activations are held
     stage: int  # whose backward pass begins
-    done: tuple[int, ...]  # backward passes so far
+    done: tuple[int, ...]  # backward passes so far, with all gradients
     put_off: tuple[int, ...] = (0, 0)  # micro-batches whose gradients of weights are still to come
 
 
@@ -24,12 +24,19 @@ def in_flight(layout: Layout, rank: int, num_microbatches: int) -> list[InFlight
     Orders are those of torch.distributed.pipelining.schedules: GPipe (Huang et al. 2019), 1F1B (Narayanan et
     al. 2019), interleaved (Narayanan et al. 2021) and ZB-H1 (Qi et al. 2023).
     """
-    kept: dict[tuple[int, tuple[bool, ...]], InFlight] = {}
+    kept: dict[tuple[object, ...], InFlight] = {}
     for one in _backward_passes(layout, rank, num_microbatches):
-        key = one.stage, tuple(map(bool, one.done))
-        if key not in kept or sum(one.counts) > sum(kept[key].counts):
-            kept[key] = one
-    return list(kept.values())
+        is_last = one.done[one.stage] == num_microbatches - 1
+        key = one.stage, tuple(map(bool, one.done)), is_last
+        for order in (sum, _of_last):  # the last stage may hold logits
+            place = *key, order
+            if place not in kept or order(one.counts) > order(kept[place].counts):
+                kept[place] = one
+    return list(dict.fromkeys(kept.values()))
+
+
+def _of_last(counts: tuple[int, ...]) -> int:
+    return counts[-1]
 
 
 def _backward_passes(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
@@ -37,7 +44,7 @@ def _backward_passes(layout: Layout, rank: int, count: int) -> Iterator[InFlight
         yield from _two_stages(layout, rank, count)
         return
     ahead = layout.pp - rank if layout.schedule == "1f1b" or layout.pp == 1 else count
-    for done in range(min(count, 3)):
+    for done in sorted({*range(min(count, 3)), count - 1}):
         yield InFlight((min(ahead, count - done),), 0, (done,))
 
 
@@ -55,7 +62,9 @@ def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
             stage = 1 - (op - warmup) // a_round % 2
             put_off = waiting.count(0), waiting.count(1)
             yield InFlight((held[0], held[1]), stage, (done[0], done[1]), put_off)
-            done[stage] += 1
             waiting.append(stage)
             if not split or op - warmup >= rank:
-                held[waiting.pop(0)] -= 1
+                held[waiting[0]] -= 1
+                done[waiting.pop(0)] += 1
+    yield InFlight((1, 1), 1, (count - 1, count - 1))
+    yield InFlight((1, 0), 0, (count - 1, count))
