@@ -10,41 +10,42 @@ from shoal.config.layout import Layout
 
 @dataclass(frozen=True)
 class InFlight:
-    """Micro-batches of each of a rank's stages whose activations are held."""
+    """What is held when a backward pass of one stage begins; tuples are by stage of the rank."""
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # micro-batches whose activations are held
     stage: int  # whose backward pass begins
-    first: bool  # no gradient is there yet
+    done: tuple[int, ...]  # backward passes so far, with all gradients
+    put_off: tuple[int, ...] = (0, 0)  # micro-batches whose gradients of weights are still to come
 
 
 def in_flight(layout: Layout, rank: int, num_microbatches: int) -> list[InFlight]:
-    """Return what is held at the first backward pass, and where most is held in later ones.
+    """Return what is held at each stage's first backward pass, and where most is held in later ones.
 
     Orders are those of torch.distributed.pipelining.schedules: GPipe (Huang et al. 2019), 1F1B (Narayanan et
     al. 2019), interleaved (Narayanan et al. 2021) and ZB-H1 (Qi et al. 2023).
     """
-    return _largest(_backward_passes(layout, rank, num_microbatches))
+    kept: dict[tuple[object, ...], InFlight] = {}
+    for one in _backward_passes(layout, rank, num_microbatches):
+        is_last = one.done[one.stage] == num_microbatches - 1
+        key = one.stage, tuple(map(bool, one.done)), is_last
+        for order in (sum, _of_last):  # the last stage may hold logits
+            place = *key, order
+            if place not in kept or order(one.counts) > order(kept[place].counts):
+                kept[place] = one
+    return list(dict.fromkeys(kept.values()))
 
 
-def _largest(passes: Iterator[InFlight]) -> list[InFlight]:
-    kept: dict[tuple[int, bool], InFlight] = {}
-    for one in passes:
-        key = one.stage, one.first
-        if key not in kept or sum(one.counts) > sum(kept[key].counts):
-            kept[key] = one
-    return list(kept.values())
+def _of_last(counts: tuple[int, ...]) -> int:
+    return counts[-1]
 
 
 def _backward_passes(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
-    if layout.pp == 1:
-        yield from (InFlight((1,), 0, first=first) for first in ([True, False] if count > 1 else [True]))
-    elif layout.schedule in ("gpipe", "1f1b"):
-        most = count if layout.schedule == "gpipe" else min(count, layout.pp - rank)
-        yield InFlight((most,), 0, first=True)
-        if count > 1:
-            yield InFlight((most if count > most else most - 1,), 0, first=False)
-    else:
+    if layout.stages > layout.pp:
         yield from _two_stages(layout, rank, count)
+        return
+    ahead = layout.pp - rank if layout.schedule == "1f1b" or layout.pp == 1 else count
+    for done in sorted({*range(min(count, 3)), count - 1}):
+        yield InFlight((min(ahead, count - done),), 0, (done,))
 
 
 def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
@@ -52,14 +53,18 @@ def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
     split = layout.schedule == "zero_bubble"
     a_round = count // max(1, count // layout.pp)
     warmup = min(a_round + (1 if split else 2) * (layout.pp - 1 - rank), 2 * count)
-    held = [0, 0]
-    waiting: list[int] = []  # stages whose weights' gradients are put off
-    for op in range(min(2 * count + warmup, warmup + 4 * a_round + layout.pp)):
+    held, done = [0, 0], [0, 0]
+    waiting: list[int] = []  # stages whose gradients of weights are put off
+    for op in range(min(2 * count, 4 * a_round) + warmup):
         if op < 2 * count:
             held[op // a_round % 2] += 1
         if op >= warmup:
             stage = 1 - (op - warmup) // a_round % 2
-            yield InFlight((held[0], held[1]), stage, first=op == warmup)
+            put_off = waiting.count(0), waiting.count(1)
+            yield InFlight((held[0], held[1]), stage, (done[0], done[1]), put_off)
             waiting.append(stage)
             if not split or op - warmup >= rank:
-                held[waiting.pop(0)] -= 1
+                held[waiting[0]] -= 1
+                done[waiting.pop(0)] += 1
+    yield InFlight((1, 1), 1, (count - 1, count - 1))
+    yield InFlight((1, 0), 0, (count - 1, count))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from shoal.plan.activations import block_bytes, end_bytes
 from shoal.plan.in_flight import InFlight, in_flight
-from shoal.plan.weights import block_group, groups_of
+from shoal.plan.weights import block_group, ends_group, groups_of
 from shoal.plan.workload import Workload
 
 CATEGORIES = (
@@ -34,7 +34,7 @@ _OUTSIDE = ("reserve", "context")  # beside what tensors take
 # nvidia-smi (run of 2020, docs/planner.md).
 _RESERVE = 13_826 / 11_927.47 - 1
 _CONTEXT_BYTES = (15_107 - 13_826) << 20
-_SCATTERS_IN_FLIGHT = {"cpu": 2, "cuda": 1}  # shoal.parallel.shard; FSDP2's own
+_LATE_SCATTERS = 2  # on a CPU: shoal.parallel.shard
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,16 @@ class _Held:
     communication: int = 0
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """The backward pass of one micro-batch in one stage."""
+
+    layers: range
+    has_gradients: bool  # of earlier ones, or buckets for them
+    is_first: bool
+    is_last: bool
+
+
 class _Rank:
     """Works out the moments of one rank."""
 
@@ -136,7 +146,6 @@ class _Rank:
         self.table = 4 * shape.padded_vocab_size // layout.tp * shape.d_model
         self.has_first, self.has_last = self.stages[0].start == 0, self.stages[-1].stop == shape.n_layers
         self.is_ddp = layout.dp_replicate > 1 and layout.tp * layout.pp == 1 and not layout.zero
-        self.in_flight_scatters = _SCATTERS_IN_FLIGHT[workload.cluster.device.kind]
 
     def memory(self) -> RankMemory:
         moments = [self._moment("between steps", _Held(self.shards))]
@@ -192,30 +201,80 @@ class _Rank:
 
     def _micro_batch(self, now: InFlight) -> Iterator[Moment]:
         """Yield the moments of the end of one forward pass and of its backward pass."""
-        layers = self.stages[now.stage]
-        count = self.workload.num_microbatches
-        late = self.layout.zero == 1  # shards of gradients come with the last backward pass alone
-        summed = self.shards if self.is_ddp or not (now.first or late) else 0
-        held = _Held(gradients=summed, communication=self._gathered(now))
-        for number, some in zip(now.counts, self.stages, strict=True):
+        layers, zero = self.stages[now.stage], self.layout.zero
+        done = now.done[now.stage]
+        state = _Pass(
+            layers,
+            has_gradients=(done > 0 and zero != 1) or self.is_ddp,
+            is_first=not done,
+            is_last=done == self.workload.num_microbatches - 1,
+        )
+        held = _Held(gradients=self._summed(now), communication=self._gathered(state))
+        if zero > 1 and done:  # FSDP keeps what it scattered last until it scatters again
+            held.communication += self.ends
+        for number, put_off, some in zip(now.counts, now.put_off, self.stages, strict=False):
             inputs, others = self._kept(len(some))
-            last = some.stop == self.shape.n_layers
+            end = self.end if some.stop == self.shape.n_layers else None
             held.layer_inputs += number * (inputs - (self.block.stream if some.start else 0))
-            held.activations += number * (others + (self.end.saved if last else self.block.stream))
-            held.logits += number * self.end.logits if last else 0
+            held.activations += number * (others + (end.saved if end else self.block.stream))
+            held.activations += put_off * len(some) * self.block.products * (some.start > 0)
+            held.logits += number * end.logits if end else 0
+        if self.layout.pp > 1 and self.layout.schedule == "zero_bubble" and layers.start:
+            yield from self._split(held, state)
+            return
         if layers.stop == self.shape.n_layers:
-            yield from self._loss(held, len(layers))
-        yield from self._layers(held, layers)
+            yield from self._loss(held, state)
+        yield from self._layers(held, state)
         if layers.start == 0:
-            is_last = count == 1 or (count == 2 and not now.first)
-            yield self._embedding(held, is_last=is_last and self.layout.pp == 1)
+            held.activations += 2 * self.block.stream + self.table  # a gradient as dense as the table
+            yield self._moment("backward of the embedding", held)
+        if zero > 1 or (zero and state.is_last):
+            yield self._reduction_of_ends(held, state)
 
-    def _loss(self, held: _Held, layers: int) -> Iterator[Moment]:
+    def _split(self, held: _Held, state: _Pass) -> Iterator[Moment]:
+        """Yield the moments of a backward pass whose gradients of weights come later.
+
+        Everything stays for them, and so do the gradients of the results of all linear layers.
+        """
+        layers, block = state.layers, self.block
+        held.activations += len(layers) * block.products
+        now = replace(held, activations=held.activations + 3 * block.stream)
+        yield self._moment(f"backward of layer {layers.start}", now)
+        has_head = layers.stop == self.shape.n_layers
+        if state.has_gradients:  # one more of the table, to be added
+            held.activations += self.table * has_head
+        else:
+            held.activations += self.end.weight_copies * has_head
+            held.gradients += len(layers) * self.block_weights + self.table * has_head
+        yield self._moment("gradients of weights", held)
+
+    def _summed(self, now: InFlight) -> int:
+        """Return the gradients that earlier backward passes of a step have left."""
+        if self.is_ddp:
+            return self.shards
+        if self.layout.zero == 1:  # they come with the last backward pass
+            return 0
+        total = 0
+        for some, done in zip(self.stages, now.done, strict=False):
+            if done:
+                ends = ends_group(
+                    self.shape, self.layout.tp, first=not some.start, last=some.stop == self.shape.n_layers
+                )
+                total += len(some) * self.block_weights // self.layout.dp_shard
+                total += 4 * ends.sharded(self.layout.dp_shard)
+        return total
+
+    def _loss(self, held: _Held, state: _Pass) -> Iterator[Moment]:
         """Yield the loss and the head's backward pass; leave what is held after them."""
         end = self.end
-        copies = end.weight_copies + (self.block.weight_copies * layers if self.recompute != "none" else 0)
-        more = copies + end.loss_workspace
+        copies = self.block.weight_copies * len(state.layers) if self.recompute != "none" else 0
+        more = end.weight_copies + copies + end.loss_workspace
         yield self._moment("loss", replace(held, activations=held.activations + more))
+        if self.layout.zero == 3:  # as they are sent, and cut into weights
+            now = replace(held, activations=held.activations + end.weight_copies)
+            now.communication += self.ends - 2 * self.block_weights
+            yield self._moment("gathering of the ends", now)
+            held.communication -= self.block_weights
         more = end.workspace + self.table
         if low := end.weight_copies:  # a gradient in low precision; one in fp32 when logits and copy are gone
             more = end.workspace + low + max(low, self.table - held.logits)
@@ -223,56 +282,65 @@ class _Rank:
         held.logits -= end.logits
         held.activations -= end.saved
         more = end.norm_workspace
-        self._add_gradient(held, self.table, is_end=True)
+        tied = self.shape.tie_embeddings and self.has_first and self.has_last
+        if tied or self.layout.zero:  # held until the embedding's is added, or all of the ends is scattered
+            held.activations += self.table
+        elif not state.has_gradients:
+            held.gradients += self.table
+        if self.layout.zero == 3:
+            held.communication += self.block_weights
         yield self._moment("backward of the last norm", replace(held, activations=held.activations + more))
 
-    def _layers(self, held: _Held, layers: range) -> Iterator[Moment]:
+    def _layers(self, held: _Held, state: _Pass) -> Iterator[Moment]:
         """Yield the backward pass of the last and the first chunk of layers, between which all is linear."""
-        block, chunk = self.block, min(self.chunk, len(layers)) if self.recompute == "full" else 1
+        block, layers, zero = self.block, state.layers, self.layout.zero
+        chunk = min(self.chunk, len(layers)) if self.recompute == "full" else 1
         work = block.workspace + 4 * self.shape.d_model * self.shape.d_ff // self.layout.tp
         if self.recompute == "full":
             work += chunk * (block.saved + block.weight_copies) + (chunk - 1) * block.stream
         elif self.recompute == "selective":
             work += block.recomputed_saved + block.weight_copies
         inputs, others = self._kept(chunk)
-        scatter = self.block_weights if self.layout.zero else 0
+        scatter = self.block_weights if zero > 1 or (zero and state.is_last) else 0
+        accumulated = zero == 1 and not state.is_first
+        late = 0
         for layer in range(layers.stop - chunk, layers.start - 1, -chunk):
             if layer + chunk == layers.stop or layer < layers.start + chunk:
-                name = f"backward of layer {layer}"
-                late = min(self.in_flight_scatters, (layers.stop - chunk - layer) // chunk) * scatter
-                now = replace(held, communication=held.communication + late)
-                yield self._moment(name, replace(now, activations=held.activations + work))
-                if scatter:
-                    now.communication += 2 * scatter  # its gradients, and their copy
-                    now.activations += block.stream - others
+                now = replace(held, activations=held.activations + work)
+                now.communication += late
+                yield self._moment(f"backward of layer {layer}", now)
+                if scatter:  # gradients of a block, and their copy
+                    now.communication += scatter * (1 if accumulated else 2)
+                    now.activations += block.stream - others - work
                     yield self._moment(f"reduction of layer {layer}", now)
+            if state.has_gradients and zero > 1 and not late:
+                held.communication -= self.ends  # scattered before
+            if scatter and not state.has_gradients and self.on_cpu:
+                late = min(late + scatter, _LATE_SCATTERS * scatter)
+            if state.is_last and zero in (1, 2):
+                held.communication -= chunk * self.block_weights * (2 if accumulated else 1)
             held.layer_inputs -= inputs
             held.activations -= others
-            self._add_gradient(held, chunk * self.block_weights)
+            if not state.has_gradients and (scatter or not zero):
+                held.gradients += chunk * self.block_weights // self.layout.dp_shard
+        held.communication += late
 
-    def _embedding(self, held: _Held, *, is_last: bool) -> Moment:
-        """Return the embedding's backward pass, whose gradient is as dense as the table."""
-        if self.layout.zero in (1, 2) and is_last:  # what blocks had gathered is free
-            held.communication -= held.communication * (self.whole - self.ends) // self.whole
-        if self.layout.zero:
-            held.communication += self.in_flight_scatters * self.block_weights
-        held.activations += 2 * self.block.stream + self.table
-        return self._moment("backward of the embedding", held)
+    def _reduction_of_ends(self, held: _Held, state: _Pass) -> Moment:
+        """Return the scattering of what is no block: its gradients, and their copy."""
+        layers = state.layers
+        tables = (layers.start == 0) + (layers.stop == self.shape.n_layers)
+        kept = self.whole if self.layout.zero == 2 and not state.is_last else 0
+        late = 0 if state.has_gradients or not self.on_cpu else _LATE_SCATTERS * self.block_weights
+        now = replace(held, activations=held.activations - tables * self.table)
+        # Autograd's last node keeps its result until the end: that of the positions, or of the table.
+        shared = self.ends // self.layout.dp_shard
+        shared += self.table if self.shape.style == "llama" and layers.start == 0 else 0
+        now.communication = kept + late + self.ends + max(self.ends, shared)
+        return self._moment("reduction of the ends", now)
 
-    def _add_gradient(self, held: _Held, size: int, *, is_end: bool = False) -> None:
-        """Count the gradient of a part as done.
-
-        That of a tied table is held apart until the embedding's is added, and so is a whole one of ZeRO.
-        """
-        tied = self.shape.tie_embeddings and self.has_first and self.has_last
-        if is_end and (tied or self.layout.zero):
-            held.activations += size
-        elif held.gradients < self.shards:
-            held.gradients += size // self.layout.dp_shard
-
-    def _gathered(self, now: InFlight) -> int:
+    def _gathered(self, state: _Pass) -> int:
         """Return FSDP's gathered weights, of all modules, or with ZeRO-3 of two blocks and the ends."""
-        if self.layout.zero == 1 and not now.first:
+        if self.layout.zero == 1 and not state.is_first:
             return 2 * self.whole  # with the gradients, which are not summed before the last backward pass
         if self.layout.zero:
             return self.whole if self.layout.zero < 3 else self.ends + 2 * self.block_weights
