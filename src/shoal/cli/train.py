@@ -258,8 +258,9 @@ def _start(
     config, *_, words = asked
     nnodes = hosts[0]
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
+    announce_loading(f"starting {workers} workers, " if workers > 1 else "")
     plan = _plan(config, workers, nnodes, force)
-    _load(workers, launching=max_restarts is not None or nnodes > 1 or workers > 1)
+    _load(launching=max_restarts is not None or nnodes > 1 or workers > 1)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
@@ -317,14 +318,13 @@ def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str,
     return plan_run(resolved, workers, nnodes, force=force)
 
 
-def _load(workers: int, *, launching: bool) -> None:
+def _load(*, launching: bool) -> None:
     """Load what takes seconds; where this process starts workers, or may be one, what they need, too."""
     from shoal.launch.forking import load
     from shoal.runtime.allocator import keep_memory
     from shoal.runtime.log import quieten_libraries
     from shoal.runtime.rank_info import read_rank_info, read_replica_group
 
-    announce_loading(f"starting {workers} workers, " if workers > 1 else "")
     gc.disable()  # until all is loaded
     quieten_libraries()  # before torch is imported, which looks at the level of its own log then
     group = read_replica_group()

@@ -102,6 +102,12 @@ def device_names() -> list[str]:
     return list(_table())
 
 
+def _near(name: str) -> str:
+    """Return the devices whose names begin so, or else the nearest name."""
+    begin = [known for known in device_names() if known.startswith(name)]
+    return f"use {' or '.join(begin)}" if name and begin else nearest(name, device_names())
+
+
 def load_cluster(
     gpus: int, gpu: str, nodes: int = 0, link: str | None = None, file: Path | None = None
 ) -> Cluster:
@@ -116,7 +122,7 @@ def load_cluster(
     if file is not None:
         return _read(file)
     if gpu not in _table():
-        raise InputError(f"unknown device {gpu!r}", hint=nearest(gpu, device_names()))
+        raise InputError(f"unknown device {gpu!r}", hint=_near(gpu))
     entry = _table()[gpu]
     if gpus < 1 or nodes < 0 or gpus * max(1, nodes) > _MOST_DEVICES:
         raise InputError(
@@ -186,7 +192,7 @@ def _read(file: Path) -> Cluster:
         raise refuse("device", "a table [device] is needed", '[device], then like = "h100"')
     like = own.get("like")
     if like is not None and like not in _table():
-        raise refuse("like", f"unknown device {like!r}", nearest(str(like), device_names()))
+        raise refuse("like", f"unknown device {like!r}", _near(str(like)))
     entry = {**(_table()[like] if like else {}), **own}
     entry |= {key: value for key, value in given.items() if key != "device"}
     for key, problem, hint in _problems(entry):

@@ -167,7 +167,7 @@ def gigabytes(num_bytes: float) -> str:
 
 def seconds(value: float) -> str:
     """Return 1.5 s, or 12.3 ms."""
-    return f"{value:,.3g} s" if value >= 1 else f"{value * 1e3:,.3g} ms"
+    return f"{value:,.3g} s" if value >= 0.9995 else f"{value * 1e3:,.3g} ms"
 
 
 def duration(value: float) -> str:
