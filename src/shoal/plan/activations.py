@@ -24,6 +24,11 @@ class BlockBytes:
     workspace: int  # of the backward pass, at its largest
     weight_copies: int  # under autocast
 
+    @property
+    def put_off(self) -> int:
+        """Gradients that those of weights are made of: of linear layers' results, norms' and sums'."""
+        return self.products + 3 * self.stream
+
 
 @dataclass(frozen=True)
 class EndBytes:
