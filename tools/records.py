@@ -32,6 +32,7 @@ STEP = (
     "src/shoal/tasks",
     "src/shoal/data/loader.py",
 )
+PLANNED = ("src/shoal/plan/in_flight.py", "src/shoal/plan/weights.py", "src/shoal/plan/simulate.py")
 ALL_REDUCE = ("src/shoal/gradsync",)
 REPLICAS = (*ALL_REDUCE, "src/shoal/strategies", "src/shoal/comm")
 SAVING = ("src/shoal/checkpoint",)
@@ -158,6 +159,9 @@ ENTRIES = {
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
     "plan_time": _module("plan_time", 10, "src/shoal/plan", "benchmarks/layouts.py"),
+    "plan_memory": _module(
+        "plan_memory", 40, "src/shoal/plan/memory.py", "src/shoal/plan/activations.py", *PLANNED, *STEP
+    ),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),
     "quickstart": Entry(PROOF, 2, ("src/shoal/quickstart.py", "src/shoal/data", *STEP, *STARTING)),
     "recovery": Entry(PROOF, 2, ("tests/proof/test_training.py", *SAVING, *STARTING)),

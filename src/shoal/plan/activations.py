@@ -24,6 +24,11 @@ class BlockBytes:
     workspace: int  # of the backward pass, at its largest
     weight_copies: int  # under autocast
 
+    @property
+    def put_off(self) -> int:
+        """Gradients that those of weights are made of: of linear layers' results, norms' and sums'."""
+        return self.products + 3 * self.stream
+
 
 @dataclass(frozen=True)
 class EndBytes:
@@ -56,8 +61,9 @@ def block_bytes(workload: Workload) -> BlockBytes:
     attention = out + 4 * tokens * heads + (0 if gpt2 else out)  # log-sum-exp; RoPE's heads are copied back
     attention_work = 0
     if shape.attention_dropout:
-        attention = out + scores * (4 + size + 1)  # softmax, what is left of it, the mask
-        attention_work = scores * (4 + size + 4)
+        softmax = size if workload.cluster.device.kind == "cpu" else 4  # CUDA's autocast takes it to fp32
+        attention = out + scores * (softmax + size + 1)  # with what is left of it, and the mask
+        attention_work = scores * (2 * softmax + size)
     inputs = inner * (5 if not gpt2 else 4) if low else 2 * inner
     norms = 2 * _norm_bytes(workload, own)
     mid = stream

@@ -217,7 +217,7 @@ class _Rank:
             end = self.end if some.stop == self.shape.n_layers else None
             held.layer_inputs += number * (inputs - (self.block.stream if some.start else 0))
             held.activations += number * (others + (end.saved if end else self.block.stream))
-            held.activations += put_off * len(some) * self.block.products * (some.start > 0)
+            held.activations += put_off * len(some) * self.block.put_off * (some.start > 0)
             held.logits += number * end.logits if end else 0
         if self.layout.pp > 1 and self.layout.schedule == "zero_bubble" and layers.start:
             yield from self._split(held, state)
@@ -234,10 +234,10 @@ class _Rank:
     def _split(self, held: _Held, state: _Pass) -> Iterator[Moment]:
         """Yield the moments of a backward pass whose gradients of weights come later.
 
-        Everything stays for them, and so do the gradients of the results of all linear layers.
+        Everything stays for them, and so do the gradients that they are made of.
         """
         layers, block = state.layers, self.block
-        held.activations += len(layers) * block.products
+        held.activations += len(layers) * block.put_off
         now = replace(held, activations=held.activations + 3 * block.stream)
         yield self._moment(f"backward of layer {layers.start}", now)
         has_head = layers.stop == self.shape.n_layers
@@ -359,10 +359,9 @@ class _Rank:
     def _update(self) -> int:
         """Return what the optimiser's update needs beside its state; AdamW's fused kernel needs nothing."""
         settings = self.workload.config.optimizer
-        largest = 4 * max(group.largest() for group, _ in self.groups) // self.layout.dp_shard
-        if settings.name == "sgd":
-            return largest if settings.weight_decay else 0
-        return 4 * largest if settings.name == "muon" else 0
+        if settings.name == "sgd" and settings.weight_decay:  # is added to the gradient
+            return 4 * max(group.largest() for group, _ in self.groups) // self.layout.dp_shard
+        return 4 * 4 * self.groups[0][0].largest() if settings.name == "muon" else 0
 
 
 def _megatron_2020(workload: Workload) -> list[RankMemory]:

@@ -202,7 +202,8 @@ class _Search:
             text = error.message.replace(str(layout), "L")
             reason = re.sub(r"schedule \w+|parallel.schedule = \w+", "schedule", text)
             self._reject(
-                re.sub(r"\d[\d,]*|\bbatch\b|\bbatches\b|processes|process|micro-batches", "", reason), error.message
+                re.sub(r"\d[\d,]*|\bbatch\b|\bbatches\b|processes|process|micro-batches", "", reason),
+                error.message,
             )
             return False
         return True
