@@ -94,7 +94,7 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def row_of(run: Run) -> str:
-    """Return a run's row of the table in docs/planner.md."""
+    """Return a run's row of the table in docs/published-runs.md."""
     predicted_s = step_time(run.workload, software=run.software).total
     mark = " (fitted)" if run.fitted else ""
     return (
