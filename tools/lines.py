@@ -43,7 +43,7 @@ ROOMS = (
     Room("web", STAGES[2:], 1_300),
     Room("page", ["page"], 120),
     Room("infer", ["infer"], 2_000),
-    Room("plan", ["plan"], 3_500),
+    Room("plan", ["plan"], 3_550),
     Room("checks", ["doctor", "parity", "quickstart", "worker_pool"], 2_300),
     Room("bench", ["bench"], 3_600, but=("bench/frameworks",)),
     Room("frameworks", ["bench/frameworks"], 1_150),
