@@ -67,12 +67,14 @@ class _Screen(logging.StreamHandler[TextIO]):
         self._draw()
 
     def show(self, text: str, share: float) -> None:
-        """Show another progress line, at most ten times a second; an empty one at once."""
-        if not self._on_terminal or (text and time.monotonic() - self._drawn_at < 0.1):
+        """Show another progress line, at most ten times a second or with a message; an empty one at once."""
+        if not self._on_terminal:
             return
         room = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 3)) if text else 0
         done = round(share * room)
         self._line = f"{text}  {'━' * done}\x1b[2m{'━' * (room - done)}\x1b[0m" if room else text
+        if text and time.monotonic() - self._drawn_at < 0.1:
+            return
         with self.lock or contextlib.nullcontext():
             self._draw()
 
