@@ -39,7 +39,7 @@ class EndBytes:
     loss_workspace: int
     workspace: int  # of the backward pass of the head, beside its gradient
     norm_workspace: int  # of the backward pass of the last norm
-    weight_copies: int
+    table: int  # under autocast, a copy of the head's weight, in `saved`
 
 
 _LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements; shoal.models.loss
@@ -89,13 +89,14 @@ def end_bytes(workload: Workload) -> EndBytes:
     logits = tokens * columns * size
     chunk = min(_LOSS_CHUNK[workload.cluster.device.kind], tokens * columns)
     decomposed = shape.style == "llama" and workload.cluster.device.kind == "cpu"
+    table = columns * shape.d_model * size if size == 2 else 0
     return EndBytes(
-        saved=4 * own * shape.d_model + _norm_bytes(workload, own) + inner,
+        saved=4 * own * shape.d_model + _norm_bytes(workload, own) + inner + table,
         logits=logits,
         loss_workspace=2 * 4 * chunk,
         workspace=inner,
         norm_workspace=4 * own * shape.d_model * (5 if decomposed else 2),
-        weight_copies=columns * shape.d_model * size if size == 2 else 0,
+        table=table,
     )
 
 

@@ -240,12 +240,12 @@ class _Rank:
         held.activations += len(layers) * block.put_off
         now = replace(held, activations=held.activations + 3 * block.stream)
         yield self._moment(f"backward of layer {layers.start}", now)
-        has_head = layers.stop == self.shape.n_layers
-        if state.has_gradients:  # one more of the table, to be added
-            held.activations += self.table * has_head
+        held.activations -= len(layers) * block.put_off  # the head's, which is the largest, comes last
+        table = self.table if layers.stop == self.shape.n_layers else 0
+        if state.has_gradients:
+            held.activations += table
         else:
-            held.activations += self.end.weight_copies * has_head
-            held.gradients += len(layers) * self.block_weights + self.table * has_head
+            held.gradients += len(layers) * self.block_weights + table
         yield self._moment("gradients of weights", held)
 
     def _summed(self, now: InFlight) -> int:
@@ -268,16 +268,15 @@ class _Rank:
         """Yield the loss and the head's backward pass; leave what is held after them."""
         end = self.end
         copies = self.block.weight_copies * len(state.layers) if self.recompute != "none" else 0
-        more = end.weight_copies + copies + end.loss_workspace
+        more = copies + end.loss_workspace
         yield self._moment("loss", replace(held, activations=held.activations + more))
         if self.layout.zero == 3:  # as they are sent, and cut into weights
-            now = replace(held, activations=held.activations + end.weight_copies)
-            now.communication += self.ends - 2 * self.block_weights
+            now = replace(held, communication=held.communication + self.ends - 2 * self.block_weights)
             yield self._moment("gathering of the ends", now)
             held.communication -= self.block_weights
         more = end.workspace + self.table
-        if low := end.weight_copies:  # a gradient in low precision; one in fp32 when logits and copy are gone
-            more = end.workspace + low + max(low, self.table - held.logits)
+        if end.table:  # a gradient in low precision; one in fp32 when logits and copy are gone
+            more = end.workspace + max(end.table, self.table - end.logits)
         yield self._moment("backward of the head", replace(held, activations=held.activations + more))
         held.logits -= end.logits
         held.activations -= end.saved
