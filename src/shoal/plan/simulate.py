@@ -80,7 +80,7 @@ class _Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused:
+        if self.paused or func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operations come here again
