@@ -1,13 +1,17 @@
 """A run against its plan: refused before it starts, compared after 20 steps, explained without memory."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shoal.config.load import load_config
 from shoal.errors import InputError
 from shoal.plan import calibration, grading, machine
 from shoal.plan.grading import PHASES, grade, out_of_memory, plan_run, remedies
+from shoal.runtime.device import Device
+from shoal.train.worker import _planned
 from tests.train.commands import shoal
 
 GB = 10**9
@@ -74,6 +78,24 @@ def test_a_run_is_compared_by_the_median_without_its_first_steps(data, home, tmp
     assert kept["predicted"]["step_s"] == plan["time"]["step_s"]
     again = plan_run(config_of(data), 1, 1)["time"]["step_s"]
     assert plan["time"]["step_s"] < again <= step_s  # the next plan has learned
+
+
+def test_no_error_of_the_comparison_ends_a_run_or_hides_another(data, home, tmp_path, monkeypatch, capsys):
+    device = Device(torch.device("cpu"), "gloo", "CPU")
+    told = []
+    monkeypatch.setattr("shoal.train.worker.log.info", told.append)
+    (tmp_path / "plan.json").write_text('{"layout": 3')
+    request, process = SimpleNamespace(run_dir=tmp_path), SimpleNamespace(device=device, rank=0)
+
+    def run():
+        with _planned(request, process) as compare:
+            compare([])
+            raise MemoryError("the first")
+
+    with pytest.raises(MemoryError, match="the first"):
+        run()
+    assert f"warning: {tmp_path / 'plan.json'} is not compared: " in told[0]
+    assert "is not compared: " in capsys.readouterr().err
 
 
 def test_out_of_memory_names_three_remedies_the_cheapest_first(data, home, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def plan_run(config: Config, nproc: int, nnodes: int, *, force: bool = False) ->
         shape = shape_of(config, [open_dataset(Path(path)) for path in config.data.datasets])
         cluster = replace(this_machine(config.runtime.device, nproc), nodes=nnodes)
         plan = plan_layout(config, shape, cluster, layout)
-    except ShoalError:
+    except (ShoalError, OSError):
         return None
     if not plan.fits and not force:
         available = cluster.device.memory_bytes

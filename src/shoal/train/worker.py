@@ -90,27 +90,35 @@ def _train(request: Request) -> bool:
 def _planned(
     request: Request, process: processes.Process
 ) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """Yield what compares the first steps with the plan; where memory runs out, say what was planned."""
+    """Yield what compares the first steps with the plan; where memory runs out, say what was planned.
+
+    No error in either ends a run, or hides the error that did.
+    """
     device, run_dir = process.device, request.run_dir
     before = memory_use(device).allocated_bytes
 
-    def measured() -> dict[str, int]:
+    def of_plan(words: Callable[[Any, dict[str, int]], str]) -> str:
+        if not plan_path(run_dir).exists():
+            return ""
+        from shoal.plan import grading
+
         use = memory_use(device)
-        return asdict(use) if device.is_cuda else {"reserved_bytes": use.allocated_bytes - before}
+        measured = asdict(use) if device.is_cuda else {"reserved_bytes": use.allocated_bytes - before}
+        try:
+            return words(grading, measured)
+        except Exception as error:
+            return f"warning: {plan_path(run_dir)} is not compared: {type(error).__name__}: {error}"
 
     def grade(lines: list[dict[str, Any]]) -> None:
-        if plan_path(run_dir).exists():
-            from shoal.plan import grading
-
-            log.info(grading.grade(run_dir, lines, measured()))
+        if told := of_plan(lambda grading, measured: grading.grade(run_dir, lines, measured)):
+            log.info(told)
 
     try:
         yield grade
     except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) and plan_path(run_dir).exists():
-            from shoal.plan import grading
-
-            sys.stderr.write(grading.out_of_memory(run_dir, process.rank, measured()) + "\n")
+        if is_out_of_memory(error):
+            told = of_plan(lambda grading, measured: grading.out_of_memory(run_dir, process.rank, measured))
+            sys.stderr.write(f"{told}\n" if told else "")
         raise
 
 
