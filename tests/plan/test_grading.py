@@ -144,6 +144,32 @@ def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
     assert f"  layout       {plan['layout']}: 2 processes" in screen
 
 
+def test_layout_auto_does_not_choose_what_is_given(data, home, tmp_path):
+    for words, problem in (
+        (("--parallel.tp", "1"), "--layout auto chooses parallel.tp, and so does --parallel.tp"),
+        (("--nnodes", "2"), "--layout auto is for the processes that this command starts on one host"),
+    ):
+        status, screen = shoal(data, tmp_path / "run", "--layout", "auto", *words, env=home)
+        assert status == 2
+        assert problem in screen
+
+
+def test_a_planner_that_fails_stops_no_run(data, home, monkeypatch):
+    monkeypatch.setattr(grading, "plan_layout", lambda *facts: 1 / 0)
+    assert plan_run(config_of(data), 1, 1) is None
+
+
+def test_a_calibration_that_cannot_be_kept_is_told_below_the_comparison(data, home, tmp_path, monkeypatch):
+    plan = stored(data, tmp_path, monkeypatch)
+    usual = {f"{name}_s": plan["time"]["phases"][name] for name in PHASES}
+    lines = [{"step": n, "seconds": 1.0, **usual} for n in range(1, 21)]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(machine, "FOLDER", tmp_path / "file/below")
+    table = grade(tmp_path, lines, {}).splitlines()
+    assert any(line.startswith("  step ") for line in table)
+    assert table[-1].startswith("  not kept for later plans: ")
+
+
 BIG = ("--model.n_layers", "12", "--model.d_model", "262144", "--model.n_heads", "16")  # 40 TB of weights
 
 

@@ -111,7 +111,8 @@ def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gpt2", "--gpu", "h10"), "unknown device 'h10'\n  hint: did you mean 'h100'?"),
+        (("gpt2", "--gpu", "h1000"), "unknown device 'h1000'\n  hint: did you mean 'h100'?"),
+        (("gpt2", "--gpu", "v100"), "unknown device 'v100'\n  hint: use v100-16 or v100-32"),
         (("gpt2", "--gpus", "-3"), "--gpus -3: must be at least 1"),
         (("gpt2", "--nodes", "2"), "--nodes and --link need the device"),
         (("gpt2", "--epochs", "1"), "--epochs needs a dataset"),
@@ -121,6 +122,7 @@ def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
         (("gpt2", *H100, "--layout", "dp3"), "--layout dp3 is for 3 devices, and the cluster has 8"),
         (("gpt2", *H100, "--layout", "pp8+interleaved"), "over 16 pipeline stages leaves a stage without"),
         (("gpt2", *H100, "--parallel.pp", "16"), "does not divide the 8 devices"),
+        (("gpt2", "--gpu", "h100", "--gpus", "1", "--parallel.zero", "3"), "has the settings that are given"),
         (("gpt2", "--cluster", "/no/such.toml"), "/no/such.toml cannot be read"),
         (("fcn-r",), "model.network = fcn-r: decoders alone are planned"),
         (("gpt2", *H100, "--json", "/no/folder/x.json"), "there is no such folder"),
@@ -181,6 +183,15 @@ def test_gpus_are_found_by_the_driver_and_named_as_in_the_table(monkeypatch, tmp
     assert here.this_machine("auto").world_size == 4
     with pytest.raises(InputError, match="5 processes, but this machine has 4 GPUs"):
         here.this_machine("auto", 5)
+    monkeypatch.setattr(here, "gpu_names", lambda: ["NVIDIA H100 NVL"])  # 94 GB, and not 80
+    with pytest.raises(InputError, match="is not in the planner's table"):
+        here.this_machine("auto")
+    monkeypatch.setattr(here, "gpu_names", list)
+    with pytest.raises(InputError, match="does not name this machine's GPUs"):
+        here.this_machine("cuda")
+    monkeypatch.setattr(here, "_GPU_NODES", (tmp_path,))  # of a driver that hides its names
+    with pytest.raises(InputError, match="does not name this machine's GPUs"):
+        here.this_machine("auto")
     monkeypatch.setattr(here, "gpu_names", lambda: ["Quadro X"])
     with pytest.raises(InputError, match="Quadro X is not in the planner's table"):
         here.this_machine("auto")

@@ -284,10 +284,15 @@ def _choose_layout(
     from shoal.plan.grading import choose_layout, settings_of_choice
     from shoal.runtime.rank_info import read_rank_info
 
-    if read_rank_info() is not None:
+    if read_rank_info() is not None or nnodes != 1:
         raise InputError(
-            "--layout auto: torchrun or srun has started the ranks already",
+            "--layout auto is for the processes that this command starts on one host",
             hint="give the layout that `shoal plan` names",
+        )
+    if given := sorted(overrides.get("parallel", {})):
+        raise InputError(
+            f"--layout auto chooses parallel.{given[0]}, and so does --parallel.{given[0].replace('_', '-')}",
+            hint="leave one of them out",
         )
     _, resolved = _resolve(config, overrides, None, init)
     fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
@@ -311,8 +316,10 @@ def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str,
 
     if launched_by_us() or read_replica_group() is not None:
         return None
-    from shoal.plan.grading import plan_run
-
+    try:
+        from shoal.plan.grading import plan_run
+    except RuntimeError:  # a user without a home
+        return None
     if (info := read_rank_info()) is not None:
         workers, nnodes = info.local_world_size, info.world_size // info.local_world_size
     return plan_run(resolved, workers, nnodes, force=force)

@@ -204,7 +204,13 @@ def choose(config: Config, shape: ModelShape, clusters: Sequence[Cluster], fixed
         others = [plan for found in all_found if found is not best for plan in found.ranked[:1]]
         ranked = sorted([*best.ranked, *others], key=lambda plan: plan.time.total)
         return replace(best, ranked=ranked)
-    cluster, reason = clusters[-1], all_found[-1].rejected[0]
+    cluster, rejected = clusters[-1], all_found[-1].rejected
+    if not rejected:
+        raise ConfigError(
+            f"no layout of {counted(cluster.world_size, 'device')} has the settings that are given",
+            hint="leave parallel.* to the planner, or plan for more devices",
+        )
+    reason = rejected[0]
     raise ConfigError(
         f"no layout of {counted(cluster.world_size, 'device')} is legal and fits: {reason.sentence} "
         f"({reason.count} of {all_found[-1].num_rejected} layouts)",

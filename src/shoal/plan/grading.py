@@ -68,9 +68,9 @@ def plan_run(config: Config, nproc: int, nnodes: int, *, force: bool = False) ->
         shape = shape_of(config, [open_dataset(Path(path)) for path in config.data.datasets])
         cluster = replace(this_machine(config.runtime.device, nproc), nodes=nnodes)
         plan = plan_layout(config, shape, cluster, layout)
-    except (ShoalError, OSError):
+    except Exception:  # what cannot be planned can be trained all the same
         return None
-    if not plan.fits and not force:
+    if _cannot_fit(plan) and not force:
         available = cluster.device.memory_bytes
         what = "of the device" if cluster.device.kind == "cuda" else "available to each process here"
         changes = remedies(plan)
@@ -81,6 +81,14 @@ def plan_run(config: Config, nproc: int, nnodes: int, *, force: bool = False) ->
             hint=f"use {fitting or '`shoal plan`, which searches layouts'}; --force starts all the same",
         )
     return record_of(plan)
+
+
+def _cannot_fit(plan: Plan) -> bool:
+    """Say whether a rank needs more than a device has, or all ranks of a host more than it has."""
+    device = plan.workload.cluster.device
+    if device.kind == "cuda":
+        return not plan.fits
+    return statistics.mean(rank.total_bytes for rank in memory_of(plan.workload)) > device.memory_bytes
 
 
 def choose_layout(config: Config, fixed: set[str], nproc: int, nnodes: int) -> Plan:
@@ -111,10 +119,14 @@ def grade(run_dir: Path, lines: Sequence[Mapping[str, Any]], measured: Measured)
     stored["measured"] = {"steps": steps, "step_s": step_s, "phases": phases, "memory": dict(measured)}
     stored["predicted"] = {"step_s": plan.time.total, "phases": plan.time.phases, "memory": predicted}
     write_json(run_dir / PLAN, stored)
-    _calibrate(plan.workload, phases, step_s, len(timed))
     rows = [*_memory_rows(plan, measured), ("step", plan.time.total, step_s, seconds)]
     rows += [(f"  {name}", plan.time.phases[name], phases[name], seconds) for name in PHASES]
-    return "\n".join([f"plan compared with steps {steps}:", *_table(rows, floor=0.01 * step_s)])
+    told = [f"plan compared with steps {steps}:", *_table(rows, floor=0.01 * step_s)]
+    try:
+        _calibrate(plan.workload, phases, step_s, len(timed))
+    except (ShoalError, OSError) as error:
+        told.append(f"  not kept for later plans: {error}")
+    return "\n".join(told)
 
 
 def out_of_memory(run_dir: Path, rank: int, measured: Measured) -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec, cluster_of, device_names, load_cluster
 from shoal.plan.link_cost import Link
-from shoal.plan.machine import load_machine
+from shoal.plan.machine import Machine, load_machine
 from shoal.runtime.allocator import available_memory
 from shoal.runtime.cgroup import memory_limit
-from shoal.runtime.cores import cpu_flags, physical_cores
+from shoal.runtime.cores import cpu_flags, logical_cores, physical_cores, processor_name
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_GPU_NODES = tuple(Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd"))  # also of other drivers
+_OTHERS = ("nvl", "laptop", "maxq", "gh200")  # GPUs that have names of the table in theirs, and other sizes
 _GHZ = 3.0  # of cores whose clock Linux does not tell
 _BYTES_PER_S = 10e9  # of memory, for each core, up to the channels of a usual processor
 _CHANNELS = 5
@@ -38,7 +40,12 @@ def this_machine(device: str, processes: int = 0) -> Cluster:
     count = processes or len(names) or physical_cores()
     machine, memory = load_machine(), usable_memory()
     if not names:
-        if machine is None or machine.kind == "cuda":
+        if device == "cuda" or (device == "auto" and any(path.exists() for path in _GPU_NODES)):
+            raise InputError(
+                "the driver does not name this machine's GPUs, so there is no plan for them",
+                hint="describe them with --gpu and --gpus, or use --runtime.device cpu",
+            )
+        if machine is None or machine.kind == "cuda" or not _is_here(machine):
             return cluster_of(processor(memory), count, 1, _LOOPBACK, _LOOPBACK)
         return replace(machine, memory_bytes=memory).cluster(count)
     if count > len(names):
@@ -46,13 +53,19 @@ def this_machine(device: str, processes: int = 0) -> Cluster:
             f"{count} processes, but this machine has {len(names)} GPUs",
             hint="plan for another machine with --gpu and --gpus, or use --runtime.device cpu",
         )
-    if machine is not None and machine.kind == "cuda":
+    if machine is not None and machine.kind == "cuda" and machine.name == names[0]:
         return machine.cluster(count)
     words = re.sub(r"[^a-z0-9]", "", names[0].lower())
-    found = next((name for name in device_names() if all(part in words for part in name.split("-"))), None)
+    known = () if any(other in words for other in _OTHERS) else device_names()
+    found = next((name for name in known if all(part in words for part in name.split("-"))), None)
     if found is None:
         raise InputError(f"{names[0]} is not in the planner's table", hint="describe it with --cluster FILE")
     return load_cluster(count, found, 1)
+
+
+def _is_here(machine: Machine) -> bool:
+    """Say whether this is the measured processor: folders of users are shared between hosts."""
+    return (machine.name, machine.devices) == (f"CPU ({processor_name()})", logical_cores())
 
 
 def gpu_names(driver: Path = _DRIVER) -> list[str]:

@@ -100,11 +100,11 @@ def _planned(
     def of_plan(words: Callable[[Any, dict[str, int]], str]) -> str:
         if not plan_path(run_dir).exists():
             return ""
-        from shoal.plan import grading
-
         use = memory_use(device)
         measured = asdict(use) if device.is_cuda else {"reserved_bytes": use.allocated_bytes - before}
         try:
+            from shoal.plan import grading
+
             return words(grading, measured)
         except Exception as error:
             return f"warning: {plan_path(run_dir)} is not compared: {type(error).__name__}: {error}"
