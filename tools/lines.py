@@ -49,7 +49,7 @@ ROOMS = (
     Room("frameworks", ["bench/frameworks"], 1_150),
     Room("cli", ["cli", "notebook", "__init__", "__main__"], 1_280),
 )
-WHOLE = Room("whole", ["."], 33_700)
+WHOLE = Room("whole", ["."], 33_800)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_850),
     Room("tools", ["tools"], 1_800),
