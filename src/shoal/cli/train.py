@@ -259,8 +259,9 @@ def _start(
     nnodes = hosts[0]
     workers = nproc or (words.world_size // max(1, nnodes) if words else 1)
     announce_loading(f"starting {workers} workers, " if workers > 1 else "")
-    plan = _plan(config, workers, nnodes, force)
+    # Ranks are forked from a server that is forked here, and do not need what plans.
     _load(launching=max_restarts is not None or nnodes > 1 or workers > 1)
+    plan = _plan(config, workers, nnodes, force)
     from shoal.launch.start import start
     from shoal.train.request import Request
 
