@@ -163,7 +163,7 @@ def start(words: str, work: dict[str, Any], data: Path, run: Path) -> Running:
     settings |= {f"train.{name}": work[name] for name in ("seq_len", "global_batch_size")}
     settings |= {"train.micro_batch_size": micro, "train.log_every": 1}
     settings |= {"model.max_seq_len": work["seq_len"], "train.steps": 100_000, "train.compile": "off"}
-    settings |= {"checkpoint.every": 0, "eval.every": 0, "runtime.threads": 1}
+    settings |= {"checkpoint.every": 0, "eval.every": 0, "runtime.threads": work.get("threads", 1)}
     settings |= {"precision.dtype": work["dtype"], "runtime.device": work["device"]}
     settings |= {"train.recompute": work.get("recompute", "none")}
     options = [f"--{name}={value}" for name, value in settings.items()]

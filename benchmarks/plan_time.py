@@ -1,8 +1,8 @@
 """Predicted against measured step times on this CPU, and the order of layouts on two processes.
 
 Measurements of the machine (`shoal plan --measure`, in brief) and turns of training runs alternate; all pairs
-and their medians are in the record. Every run is a `shoal train` with one thread a process; those that do not
-have the turn stand still. Then each run's first 20 counted steps calibrate, and its later steps judge.
+and their medians are in the record. Every run is a `shoal train` whose processes share the cores; the others
+stand still. Then the first 20 counted steps of each run calibrate, and its later steps judge.
 
     python -m benchmarks.plan_time [--rounds 3] [--steps 8] [--measure-s 20] [--part steps layouts]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -55,6 +56,7 @@ def settings() -> dict[str, tuple[str, dict[str, Any]]]:
     found = {}
     for size, words, recompute in itertools.product(SIZES, ("1", "dp2"), ("none", "full")):
         work = CPU | SIZES[size] | {"device": "cpu", "recompute": recompute, "split": ()}
+        work["threads"] = 0  # as `shoal train` chooses
         ranks = 2 if words == "dp2" else 1
         work["micro_batch_size"] = work["global_batch_size"] // ranks // 2
         found[f"{size} {words} {recompute}"] = (words, work)
@@ -148,16 +150,14 @@ def compare(
     }
 
 
-def rank_correlation(rows: dict[str, dict[str, Any]]) -> tuple[float, float]:
-    """Return Spearman's coefficient, and the share of pairs that differ by more than APART in right order."""
-    predicted, measured = ([row[key] for row in rows.values()] for key in ("predicted_s", "measured_s"))
-    ranks = [np.argsort(np.argsort(values)) for values in (predicted, measured)]
+def rank_correlation(rows: dict[str, dict[str, Any]]) -> tuple[float, int]:
+    """Return Kendall's coefficient over the pairs that differ by more than APART, and their number."""
     pairs = [
-        (p < q) == (m < n)
-        for (p, m), (q, n) in itertools.combinations(zip(predicted, measured, strict=True), 2)
-        if max(m, n) > (1 + APART) * min(m, n)
+        [math.log(first[key] / second[key]) for key in ("predicted_s", "measured_s")]
+        for first, second in itertools.combinations(rows.values(), 2)
     ]
-    return float(np.corrcoef(*ranks)[0, 1]), sum(pairs) / max(1, len(pairs))
+    signs = [np.sign(told * seen) for told, seen in pairs if abs(seen) > math.log1p(APART)]
+    return float(sum(signs)) / max(1, len(signs)), len(signs)
 
 
 def main() -> None:
@@ -182,7 +182,8 @@ def main() -> None:
             print(f"{key:32s} {row['predicted_s']:.4f} {row['measured_s']:.4f} {row['error']:+.1%}", end="")
             print(f"  calibrated {row['calibrated_error']:+.1%}")
         if part == "layouts":
-            figures["spearman"], figures["pairs_in_order"] = (round(x, 4) for x in rank_correlation(rows))
+            correlation, pairs = rank_correlation(rows)
+            figures |= {"rank_correlation": round(correlation, 4), "pairs": pairs}
         else:
             figures["largest_error"] = max(abs(row["error"]) for row in rows.values())
             figures["largest_calibrated_error"] = max(abs(row["calibrated_error"]) for row in rows.values())

@@ -24,7 +24,9 @@ LAWS = {
     "memory": Law(0.0, 1e-10, 1e-6),
     "norm backward": Law(0.0, 2e-10, 0.0),
 }
-MEASURED = Machine("CPU", "cpu", 2, 8 << 30, {"1": {"fp32": LAWS}, "2": {"fp32": LAWS}}, Link(1e-4, 1e9), 0.5)
+MEASURED = Machine(
+    "CPU", "cpu", 2, 8 << 30, {"1": {"fp32": LAWS}, "2": {"fp32": LAWS}}, {"all_reduce": Link(1e-4, 1e9)}, 0.5
+)
 
 
 def test_what_was_stored_is_read_again(tmp_path):
@@ -55,8 +57,9 @@ def test_the_rates_measured_here_count_for_this_machine(tmp_path, monkeypatch):
         {"laws": {"1": {"fp32": {"product": [1, 2]}}}},
         {"laws": {"1": {"fp32": {"product": [1e-9, -1.0, 0], "memory": [0, 1, 0]}}}},
         {"laws": {"1": {"fp32": {"magic": [0, 0, 0], "product": [0, 0, 0], "memory": [0, 1, 0]}}}},
-        {"link": [1e-4, 0]},
-        {"link": [1e-4, float("nan")]},
+        {"links": {"all_reduce": [1e-4, 0]}},
+        {"links": {"all_gather": [1e-4, float("nan")]}},
+        {"links": {"all_to_all": [1e-4, 1e9]}},
         {"kind": "tpu"},
         {"overlap": None},
     ],

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec
 from shoal.plan.link_cost import Link
-from shoal.plan.rates import BACKWARD, KERNELS, Law, Rates, table_rates
+from shoal.plan.rates import BACKWARD, COLLECTIVES, KERNELS, Law, Rates, table_rates
 from shoal.runtime.files import read_json, write_json
 
 HERE = "here"  # name of this machine's device
 FOLDER = Path.home() / ".cache" / "shoal"
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 1 << 20
 _MOST = 1e3  # seconds of an operation, a byte or a call that are believed
 
@@ -30,14 +30,14 @@ class Machine:
     devices: int  # GPUs, or cores
     memory_bytes: int  # of a GPU, or of the host
     laws: dict[str, dict[str, dict[str, Law]]]
-    link: Link | None
-    overlap: float
+    links: dict[str, Link]  # between two processes, by collective; none where only one was measured
+    overlap: float  # see Rates
 
     def rates(self, processes: int, dtype: str) -> Rates | None:
         """Return the rates of one of so many processes of a node; None for a format that was not measured."""
         busy = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
         laws = busy.get(dtype)
-        return Rates(laws, self.link, 1.0, self.overlap, "measured here") if laws else None
+        return Rates(laws, self.links, 1.0, self.overlap, "measured here") if laws else None
 
     def cluster(self, processes: int) -> Cluster:
         """Return this machine with so many processes; peaks are the rates of large products."""
@@ -46,7 +46,7 @@ class Machine:
         flops = {name: 1 / max(each["product"].flop_s, 1e-20) for name, each in laws.items()}
         memory = 1 / max(next(iter(laws.values()))["memory"].byte_s, 1e-20)
         device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, memory, 0.0, 1.0, 1.0)
-        link = self.link or Link(100e-6, 1e9)
+        link = self.links.get("all_reduce", Link(100e-6, 1e9))
         return Cluster(device, processes, 1, link, link)
 
 
@@ -97,13 +97,13 @@ def _load(file: Path, _changed_ns: int, size: int) -> Machine:
             {"product", "memory"} <= set(x) for y in laws.values() for x in y.values()
         ):
             raise ValueError("no rates of products and memory")
-        link = found["link"] and Link(*(_number(value) for value in found["link"]))
+        links = {_collective(name): Link(*map(_number, values)) for name, values in found["links"].items()}
         kind = found["kind"]
-        if kind not in ("cuda", "cpu") or (link and not link.bytes_per_s):
+        if kind not in ("cuda", "cpu") or not all(link.bytes_per_s for link in links.values()):
             raise ValueError("no kind of device, or a link without bandwidth")
         devices, memory = int(_number(found["devices"])), int(_number(found["memory_bytes"]))
         return Machine(
-            str(found["name"]), kind, devices, memory, laws, link, min(1.0, _number(found["overlap"]))
+            str(found["name"]), kind, devices, memory, laws, links, min(1.0, _number(found["overlap"]))
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{file} is not a file of measured rates: {error}", hint=remedy) from error
@@ -113,14 +113,20 @@ def save_machine(machine: Machine, folder: Path | None = None) -> Path:
     """Store measurements for later plans; return the file."""
     file = (folder or FOLDER) / "machine.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    link = machine.link and [machine.link.latency_s, machine.link.bytes_per_s]
-    write_json(file, {"version": _VERSION, **vars(machine), "link": link})
+    links = {name: [link.latency_s, link.bytes_per_s] for name, link in machine.links.items()}
+    write_json(file, {"version": _VERSION, **vars(machine), "links": links})
     return file
 
 
 def _kernel(name: str) -> str:
     if name.removesuffix(BACKWARD) not in KERNELS:
         raise ValueError(f"unknown kernel {name}")
+    return name
+
+
+def _collective(name: str) -> str:
+    if name not in COLLECTIVES:
+        raise ValueError(f"unknown collective {name}")
     return name
 
 

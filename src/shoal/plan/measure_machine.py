@@ -6,10 +6,12 @@ Each kernel is timed at several sizes, forward and backward, in processes that a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,19 +21,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.bench.ceilings import repeat
 from shoal.bench.ranks import on_ranks
-from shoal.comm.collectives import barrier
+from shoal.comm.collectives import barrier, broadcast
 from shoal.comm.transport import Transport
 from shoal.config.sections import Model, Optimizer, Runtime
 from shoal.models.decoder import Block, Context, rotate
 from shoal.models.loss import CrossEntropy
 from shoal.models.shape import resolve_shape
-from shoal.plan.link_cost import Link
+from shoal.parallel.tensor import Axis
+from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost, fit_link
 from shoal.plan.machine import Machine, save_machine
-from shoal.plan.measure import measure_link
-from shoal.plan.rates import BACKWARD, Law
+from shoal.plan.rates import BACKWARD, COLLECTIVES, Law
 from shoal.runtime.allocator import keep_memory, physical_memory
 from shoal.runtime.cores import logical_cores
 from shoal.runtime.device import Device, has_fast_products, select_device
@@ -57,7 +60,9 @@ _ATTENTION = ((16, 4, 64, 32), (8, 4, 256, 64), (2, 8, 512, 64), (1, 12, 1024, 6
 _ELEMENTS = (1 << 16, 1 << 19, 1 << 21)
 _WIDTH = 256  # of the rows of norms
 _LOGITS = ((512, 512), (1024, 3072), (128, 50304))
-_PARAMETERS = (1 << 18, 1 << 21, 1 << 24)
+_PARAMETERS = (1 << 20, 1 << 22, 1 << 24)  # more than a cache holds: a step's passes come between
+_EXCHANGED = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes
+_TICK_S = 1e-6
 _EXCHANGES = 9
 _BUCKET = 4 << 20  # numbers that are exchanged while products are computed
 
@@ -81,35 +86,35 @@ def measure(seconds: float = 120.0, folder: Path | None = None) -> Machine:
     device = select_device("auto", 0, 1)
     count = torch.cuda.device_count() if device.is_cuda else logical_cores()
     runtime = Runtime()
-    laws, link, overlap = {}, None, 0.0
+    laws, links, overlap = {}, {}, 0.0
     runs = [1, 2] if count > 1 else [1]
     for processes in runs:
         found = on_ranks(processes, "torch", _measure, seconds / len(runs), runtime=runtime)
-        laws[str(processes)], link, overlap = found
+        laws[str(processes)], links, overlap = found
     memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else physical_memory()
     kind = "cuda" if device.is_cuda else "cpu"
-    machine = Machine(device.name, kind, count, memory, laws, link, overlap)  # type: ignore[arg-type]
+    machine = Machine(device.name, kind, count, memory, laws, links, overlap)  # type: ignore[arg-type]
     save_machine(machine, folder)
     return machine
 
 
 def _measure(
     transport: Transport, tell: Callable[[str], None], seconds: float
-) -> tuple[dict[str, dict[str, Law]], Link | None, float]:
-    """Measure on each rank at the same time; return rank 0's laws, the link, and the overlap. Collective."""
+) -> tuple[dict[str, dict[str, Law]], dict[str, Link], float]:
+    """Measure on each rank at the same time; return rank 0's laws, the links, and the overlap. Collective."""
     if transport.device.type == "cpu":
         keep_memory()
     on = select_device(transport.device.type, transport.rank, transport.size)
     dtypes = {name: dtype for name, dtype in _DTYPES.items() if has_fast_products(dtype, transport.device)}
-    for_link = seconds / 5 if transport.size > 1 else 0.0
+    for_links = seconds / 5 if transport.size > 1 else 0.0
     laws = {}
     for name, dtype in dtypes.items():
         tell(f"kernels in {name}, {transport.size} at a time")
-        laws[name] = _laws(transport, on, dtype, (seconds - for_link) / len(dtypes))
-    if not for_link:
-        return laws, None, 0.0
-    tell("the link between two processes")
-    return laws, measure_link(transport, for_link * 0.7), _overlap(transport, on)
+        laws[name] = _laws(transport, on, dtype, (seconds - for_links) / len(dtypes))
+    if not for_links:
+        return laws, {}, 0.0
+    tell("exchanges between two processes")
+    return laws, _links(transport, on, for_links * 0.7), _overlap(transport, on)
 
 
 def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) -> dict[str, Law]:
@@ -169,6 +174,57 @@ def fit_law(rows: Sequence[tuple[float, float, float, float]]) -> Law:
                     values[term] = float(value)
                 law = Law(*values)
     return law
+
+
+def _links(transport: Transport, on: Device, seconds: float) -> dict[str, Link]:
+    """Return a link for each collective along tp, with the copies around it. Collective."""
+    axis = Axis(init_device_mesh(transport.device.type, (transport.size,)), lambda _: nullcontext())
+    size, links = transport.size, {}
+    for name in COLLECTIVES:
+        costs, times = [], []
+        for num_bytes in _EXCHANGED:
+            whole = torch.zeros(size, num_bytes // 4 // size, device=transport.device)
+            act = functools.partial(getattr(axis, name), whole[0] if name == "all_gather" else whole)
+            times.append(_added(transport, on, act, seconds / len(COLLECTIVES) / len(_EXCHANGED)))
+            own = num_bytes / size if name == "all_gather" else num_bytes
+            costs.append(
+                all_reduce_cost("chunked_ring", size, own)
+                if name == "all_reduce"
+                else collective_cost(name, size, own)
+            )
+        if (link := fit_link(costs, times)) is not None:
+            links[name] = link
+    return links
+
+
+def _added(transport: Transport, on: Device, exchange: Callable[[], Any], seconds: float) -> float:
+    """Return what an exchange adds to the time of the computing before it. Collective.
+
+    In a step, ranks come to an exchange at different times, and its tensors are not in a cache: that takes
+    longer than one exchange after another.
+    """
+    a = torch.randn(512 * _SCALE[on.torch_device.type], 512, device=transport.device)
+    b = torch.randn(512, 512, device=transport.device)
+
+    def both() -> None:
+        a @ b
+        exchange()
+
+    both()
+    alone, together = [], []
+    until = time.perf_counter() + seconds
+    while _goes_on(transport, len(alone) < 3 or time.perf_counter() < until):
+        barrier(transport)
+        alone.append(_once(lambda: a @ b, on))
+        together.append(_once(both, on))
+    return max(_TICK_S, statistics.median(together) - statistics.median(alone))
+
+
+def _goes_on(transport: Transport, wish: bool) -> bool:
+    """Return rank 0's wish on all ranks. Collective."""
+    wishes = torch.tensor([float(wish)], device=transport.device)
+    broadcast(transport, wishes, 0)
+    return bool(wishes.item())
 
 
 def _overlap(transport: Transport, on: Device) -> float:

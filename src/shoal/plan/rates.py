@@ -32,6 +32,7 @@ KERNELS = (
     "optimiser",
     "layer",
 )
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the queue is full
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, 2023, section 4) and 35 % of an H100's (Shah et
 # al., 2024, section 1), large products 75 and 65 %.
@@ -57,9 +58,9 @@ class Rates:
     """Rates of a process with one number format of matrix products."""
 
     laws: Mapping[str, Law]  # by kernel, with BACKWARD for backward passes; at least "product" and "memory"
-    link: Link | None = None  # measured between two processes of a node, in place of the table's
+    links: Mapping[str, Link] = field(default_factory=dict)  # measured in a node, by collective
     link_share: float = _LINK_SHARE  # of the bandwidth of a link that was not measured
-    overlap: float = _OVERLAP["cuda"]  # seconds of an exchange that a second of computing hides
+    overlap: float = _OVERLAP["cuda"]  # hidden seconds of an exchange of one second beside computing
     source: str = field(default="hardware table", compare=False)
 
     def law(self, kernel: str) -> Law:

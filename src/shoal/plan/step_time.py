@@ -243,14 +243,16 @@ class _Block:
         none = Law(0.0, 0.0, 0.0)
         return laws.get("layer", none).call_s, laws.get("layer" + BACKWARD, none).call_s
 
-    def exchanges(self, link: Link) -> tuple[float, float]:
-        """Return the seconds of one `enter` with its backward pass's, and of one `leave`, along tp."""
-        if self.tp == 1:
-            return 0.0, 0.0
-        each = self.tokens * self.shape.d_model
-        costs = (all_reduce_cost("chunked_ring", self.tp, each * size) for size in (self.stream, self.value))
-        enter, leave = (cost.seconds(link) for cost in costs)
-        return enter, leave
+    def exchanges(self, axis: _Axis) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the seconds of an `enter` and a `leave` along tp, each forward and backward.
+
+        See parallel.tensor: the whole stream enters without an exchange and leaves by an all_reduce, parts of
+        sequences are gathered and scattered; the backward pass of each is the other's forward pass.
+        """
+        enters, leaves = (self.tokens * self.shape.d_model * size for size in (self.stream, self.value))
+        if self.own_tokens == self.tokens:
+            return (0.0, axis.all_reduce(enters)), (axis.all_reduce(leaves), 0.0)
+        return (axis.gather(enters), axis.scatter(enters)), (axis.scatter(leaves), axis.gather(leaves))
 
 
 def _part(
@@ -259,16 +261,12 @@ def _part(
     """Return the seconds of a micro-batch on a rank with so many layers."""
     block = _Block(workload, rates, software)
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
-    sequence = workload.layout.sequence
     products = [block.product(*widths) for widths in block.widths]
     kernels = (*products, block.attention(), block.between(), block.host())
     forward, backward = (sum(part) for part in zip(*kernels, strict=True))
-    enter, leave = block.exchanges(_link(workload, rates, tp, 1))
-    # Whole stream: leaves forward, enters backward. Parts of sequences: a gather and a scatter of half the
-    # bytes of an all_reduce in place of it and of nothing, so that all four take half as long, each way.
-    tp_forward = enter + leave if sequence else 2 * leave
-    tp_backward = enter + leave if sequence else 2 * enter
-    again, tp_again = _again(block, train.recompute, train.recompute_layers, products, forward, enter, leave)
+    enter, leave = block.exchanges(_Axis(workload, rates, tp, 1))
+    tp_forward, tp_backward = (2 * (there + back) for there, back in zip(enter, leave, strict=True))
+    again, tp_again = _again(block, train.recompute, train.recompute_layers, products, forward, tp_forward)
     if train.recompute_offload and workload.cluster.device.kind == "cuda":
         kept = block.own_tokens * shape.d_model * block.stream / train.recompute_layers
         forward += kept / workload.cluster.device.host_bytes_per_s
@@ -284,7 +282,7 @@ def _part(
     if first:
         there, back = block.kernel("memory", 3 * stream, 2 * stream + 12 * table, 3)
         ends_forward, ends_backward = ends_forward + there, ends_backward + back
-        ends_tp[0] += leave
+        ends_tp = [ends_tp[0] + leave[0], ends_tp[1] + leave[1]]
     if last:
         for there, back in (
             block.product(shape.d_model, shape.padded_vocab_size / tp),
@@ -292,7 +290,7 @@ def _part(
             _loss(workload, block),
         ):
             ends_forward, ends_backward = ends_forward + there, ends_backward + back
-        ends_tp[0], ends_tp[1] = ends_tp[0] + enter / 2 * sequence, ends_tp[1] + enter / (1 + sequence)
+        ends_tp = [ends_tp[0] + enter[0], ends_tp[1] + enter[1]]
         parameters += table * (not (shape.tie_embeddings and first))
     casts, sums = _weights(workload, block, parameters)
     tp_both = (layers * tp_forward + ends_tp[0], layers * (tp_backward + tp_again) + ends_tp[1])
@@ -313,8 +311,7 @@ def _again(
     layers: int,
     products: list[tuple[float, float]],
     forward: float,
-    enter: float,
-    leave: float,
+    exchanges: float,
 ) -> tuple[float, float]:
     """Return the seconds of what the backward pass computes again for a layer: computing, exchanges.
 
@@ -322,14 +319,13 @@ def _again(
     last layer is not computed again, nor what follows it.
     """
     whole = block.software.whole_recompute
-    both = enter + leave if block.own_tokens < block.tokens else 2 * leave
     if recompute == "selective":
         again = block.attention()[0] + (0.0 if whole else block.between()[0])
-        return again, 0.0 if whole else both / 2
+        return again, 0.0 if whole else exchanges / 2
     if recompute == "none":
         return 0.0, 0.0
     spared = 0.0 if whole else 1 / layers
-    return forward - spared * products[-1][0], both - spared * both / 2
+    return forward - spared * products[-1][0], exchanges - spared * exchanges / 2
 
 
 def _loss(workload: Workload, block: _Block) -> tuple[float, float]:
@@ -362,21 +358,44 @@ def _compiled(workload: Workload) -> bool:
     return setting == "on" or (workload.cluster.device.kind == "cuda" and work >= _COMPILING_PAYS)
 
 
-def _link(workload: Workload, rates: Rates, size: int, stride: int) -> Link:
-    """Return the link of a ring along an axis: the measured one within a node, else the cluster's.
+@dataclass(frozen=True)
+class _Axis:
+    """A ring of `size` ranks that are `stride` apart, and the seconds of its collectives."""
 
-    A ring over several nodes enters each of them once. NCCL has a ring for each of the members in a node,
-    over links of their own, so that together they have the bandwidth of all these links.
-    """
-    cluster = workload.cluster
-    link = cluster.link_of(size, stride)
-    if rates.link is not None and link == cluster.inside:
-        return rates.link
-    if link != cluster.inside:
-        here = max(1, cluster.per_node // stride)
-        latency_s = ((here - 1) * cluster.inside.latency_s + link.latency_s) / here
-        link = Link(latency_s, min(cluster.inside.bytes_per_s, here * link.bytes_per_s))
-    return Link(link.latency_s, link.bytes_per_s * rates.link_share)
+    workload: Workload
+    rates: Rates
+    size: int
+    stride: int
+
+    def link(self, collective: str = "all_reduce") -> Link:
+        """Return the link of a collective: the measured one within a node, else the cluster's.
+
+        A ring over several nodes enters each of them once. NCCL has a ring for each of the members in a node,
+        over links of their own, so that together they have the bandwidth of all these links.
+        """
+        cluster, stride = self.workload.cluster, self.stride
+        link = cluster.link_of(self.size, stride)
+        if link == cluster.inside and (measured := self.rates.links.get(collective)):
+            return measured
+        if link != cluster.inside:
+            here = max(1, cluster.per_node // stride)
+            latency_s = ((here - 1) * cluster.inside.latency_s + link.latency_s) / here
+            link = Link(latency_s, min(cluster.inside.bytes_per_s, here * link.bytes_per_s))
+        return Link(link.latency_s, link.bytes_per_s * self.rates.link_share)
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Return the seconds of an all_reduce of a tensor."""
+        return all_reduce_cost("chunked_ring", self.size, num_bytes).seconds(self.link())
+
+    def gather(self, num_bytes: float) -> float:
+        """Return the seconds to gather a tensor of which each rank has a part."""
+        return collective_cost("all_gather", self.size, num_bytes / self.size).seconds(
+            self.link("all_gather")
+        )
+
+    def scatter(self, num_bytes: float) -> float:
+        """Return the seconds to add up a tensor and leave each rank its part."""
+        return collective_cost("reduce_scatter", self.size, num_bytes).seconds(self.link("reduce_scatter"))
 
 
 def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) -> tuple[float, float]:
@@ -387,31 +406,24 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
     layout, count = workload.layout, workload.num_microbatches
     if not layout.zero or layout.dp_shard == 1:
         return 0.0, 0.0
-    link = _link(workload, rates, layout.dp_shard, layout.tp)
+    axis = _Axis(workload, rates, layout.dp_shard, layout.tp)
     layers = max(1, sum(map(len, workload.stages_of_ranks[-1])))
     rest = max(0, part.parameters - layers * part.block_parameters)
     width = 2 if software.stream_bytes == 2 else 4
     scattered = 2 if workload.config.precision.reduce_dtype == "bf16" else 4
 
-    def gather(parameters: int) -> float:
-        return collective_cost("all_gather", layout.dp_shard, width * parameters / layout.dp_shard).seconds(
-            link
-        )
-
-    def scatter(parameters: int) -> float:
-        return collective_cost("reduce_scatter", layout.dp_shard, scattered * parameters).seconds(link)
-
     def waiting(each: float, others: float, computing: float) -> float:
-        return others + each + (layers - 1) * max(0.0, each - rates.overlap * computing)
+        return others + each + (layers - 1) * (each - rates.overlap * min(each, computing))
 
-    each, others = gather(part.block_parameters), gather(rest)
+    each, others = (axis.gather(width * size) for size in (part.block_parameters, rest))
+    each_sum, other_sums = (axis.scatter(scattered * size) for size in (part.block_parameters, rest))
     forward = waiting(each, others, part.block_forward)
-    sums = waiting(scatter(part.block_parameters), scatter(rest), part.block_backward)
+    sums = waiting(each_sum, other_sums, part.block_backward)
     if layout.zero == 1:
         return forward, sums
     if layout.zero == 2:
         return forward, count * sums
-    both = waiting(each + scatter(part.block_parameters), others + scatter(rest), part.block_backward)
+    both = waiting(each + each_sum, others + other_sums, part.block_backward)
     return count * forward, count * both
 
 
@@ -432,7 +444,7 @@ def _bubble(workload: Workload, rates: Rates, parts: list[_Part], software: Soft
     stream = train.micro_batch_size * train.seq_len * workload.shape.d_model
     stream *= max(workload.activation_bytes, software.stream_bytes)
     stream //= layout.tp if layout.sequence or software.chunks else 1
-    link = _link(workload, rates, layout.pp, layout.world_size // layout.pp)
+    link = _Axis(workload, rates, layout.pp, layout.world_size // layout.pp).link()
     sending = 2 * (link.latency_s + stream / link.bytes_per_s) * stages
     return (count + waits) * (slowest + sending) - count * parts[-1].both
 
@@ -444,7 +456,7 @@ def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float,
     stride = layout.tp * layout.dp_shard
     waiting = 0.0
     if (count := layout.num_replicas) > 1:
-        link = _link(workload, rates, count, stride)
+        link = _Axis(workload, rates, count, stride).link()
         gradient_bytes = 2 if config.precision.reduce_dtype == "bf16" else 4
         ranks = layout.world_size * layout.replica_groups // count
         asked = demand(
@@ -454,14 +466,13 @@ def _communication(workload: Workload, rates: Rates, part: _Part, step_s: float,
         )
         sent = asked.link_bytes * part.parameters / layout.dp_shard / count_parameters(shape).total
         seconds = asked.messages * link.latency_s + sent / link.bytes_per_s
-        hidden = rates.overlap * (asked.behind_backward * part.backward + asked.behind_steps * step_s)
-        waiting += max(seconds - hidden, seconds * asked.tail)
+        beside = asked.behind_backward * part.backward + asked.behind_steps * step_s
+        waiting += max(seconds - rates.overlap * min(seconds, beside), seconds * asked.tail)
     if layout.pp > 1 and shape.tie_embeddings:
         table = 4 * shape.padded_vocab_size * shape.d_model / layout.tp / layout.dp_shard
-        link = _link(workload, rates, 2, world // layout.pp * (layout.pp - 1))
-        waiting += all_reduce_cost("chunked_ring", 2, table).seconds(link)
+        waiting += _Axis(workload, rates, 2, world // layout.pp * (layout.pp - 1)).all_reduce(table)
     agreement = 2 * math.ceil(math.log2(world)) if world > 1 else 0
-    return waiting + agreement * _link(workload, rates, world, 1).latency_s
+    return waiting + agreement * _Axis(workload, rates, world, 1).link().latency_s
 
 
 def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
