@@ -59,6 +59,20 @@ TIMED = (
     "1",
     "2",
 )
+WORKERS = (
+    "fcn-r",
+    *FIVE,
+    "--batch-sizes",
+    "128",
+    "--threads",
+    "2",
+    "--workers",
+    "1",
+    "2",
+    "--modes",
+    "default",
+)
+LARGE = ("fcn-s", "alexnet-s", "resnet-50", "--batch-sizes", "16", "64", "--threads", "2", "--steps", "10")
 CURVES = ("fcn-r", *FIVE, "--data", "datasets/mnist", "--modes", "default", "--steps", "45", "--threads", "2")
 PROOF = "make proof"
 MUTATED = (
@@ -154,6 +168,15 @@ ENTRIES = {
         3,
         NETWORKS,
         "the frameworks, MNIST's digits in datasets/mnist",
+    ),
+    "networks_large": Entry(
+        ["shoal", "bench", "networks", *LARGE, "--output", f"{FOLDER}/networks_large.json"], 15, NETWORKS
+    ),
+    "networks_workers": Entry(
+        ["shoal", "bench", "networks", *WORKERS, "--output", f"{FOLDER}/networks_workers.json"],
+        5,
+        NETWORKS,
+        "the frameworks",
     ),
     "networks_trainer": _module("networks", 30, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
