@@ -41,6 +41,7 @@ from shoal.runtime.device import Device, has_fast_products, select_device
 from shoal.train.optimiser import build_optimiser
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COPIES = {"cpu": 6, "cuda": 1}  # of the tensors of a case, in turns: together more than a CPU's cache holds
 _SCALE = {"cpu": 1, "cuda": 16}  # of the tokens of each case: a GPU's products are larger
 _PRODUCTS = (  # tokens, inputs, outputs
     (512, 64, 64),
@@ -65,6 +66,9 @@ _EXCHANGED = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes
 _TICK_S = 1e-6
 _EXCHANGES = 9
 _BUCKET = 4 << 20  # numbers that are exchanged while products are computed
+
+
+_Row = tuple[float, float, float, float]  # operations, bytes, calls, seconds
 
 
 @dataclass(frozen=True)
@@ -119,19 +123,21 @@ def _measure(
 
 def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) -> dict[str, Law]:
     """Return the law of each kernel."""
-    rows: dict[str, list[tuple[float, float, float, float]]] = {}
-    cases = list(_cases(on.torch_device, dtype))
+    device = on.torch_device
+    rows: dict[str, list[_Row]] = {}
     # A backward pass has its forward pass before it.
-    each_s = seconds / sum(3 if case.leaves else 1 for case in cases)
-    for case in cases:
+    each_s = seconds / sum(3 if case.leaves else 1 for case in (*_cases(device, dtype), *_updates(device)))
+    alike = zip(*(_cases(device, dtype) for _ in range(_COPIES[device.type])), strict=True)
+    for copies in itertools.chain(alike, ((case,) for case in _updates(device))):
         barrier(transport)
+        case, turns = copies[0], itertools.cycle(copies)
         with torch.set_grad_enabled(bool(case.leaves)):
             case.act()
-            took = statistics.median(repeat(case.act, on, each_s))
+            took = statistics.median(repeat(functools.partial(_next, turns), on, each_s))
             rows.setdefault(case.kernel, []).append((case.flops, case.num_bytes, case.calls, took))
             if not case.leaves:
                 continue
-            took = statistics.median(_backward(case, on, each_s))
+            took = statistics.median(_backward(turns, on, each_s))
         flops = case.back_flops or 2 * case.flops
         calls = case.calls if case.kernel == "layer" else 2 * case.calls
         row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
@@ -139,11 +145,16 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
     return {kernel: fit_law(found) for kernel, found in rows.items()}
 
 
-def _backward(case: _Case, on: Device, seconds: float) -> list[float]:
+def _next(turns: Iterator[_Case]) -> None:
+    next(turns).act()
+
+
+def _backward(turns: Iterator[_Case], on: Device, seconds: float) -> list[float]:
     """Return the seconds of the backward pass of each call; adding up gradients is not part of it."""
     samples: list[float] = []
     until = time.perf_counter() + 2 * seconds
     while len(samples) < 3 or (time.perf_counter() < until and len(samples) < 300):
+        case = next(turns)
         y = case.act()
         gradient = torch.ones_like(y)
         on.synchronise()
@@ -154,7 +165,7 @@ def _backward(case: _Case, on: Device, seconds: float) -> list[float]:
     return samples
 
 
-def fit_law(rows: Sequence[tuple[float, float, float, float]]) -> Law:
+def fit_law(rows: Sequence[_Row]) -> Law:
     """Fit seconds of an operation, a byte and a call, none below 0, to (flops, bytes, calls, seconds).
 
     By relative least squares; of the subsets of the three terms, the best without a negative one.
@@ -211,7 +222,8 @@ def _added(transport: Transport, on: Device, exchange: Callable[[], Any], second
         exchange()
 
     both()
-    alone, together = [], []
+    alone: list[float] = []
+    together: list[float] = []
     until = time.perf_counter() + seconds
     while _goes_on(transport, len(alone) < 3 or time.perf_counter() < until):
         barrier(transport)
@@ -257,7 +269,7 @@ def _overlap(transport: Transport, on: Device) -> float:
     return min(1.0, max(0.0, hidden / min(communicating, count * once)))
 
 
-def _once(act: Callable[[], None], on: Device) -> float:
+def _once(act: Callable[[], Any], on: Device) -> float:
     on.synchronise()
     began = time.perf_counter()
     act()
@@ -274,9 +286,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
 
     for tokens, inputs, outputs in _PRODUCTS:
         n = tokens * scale
-        x, weight = made(n, inputs), made(outputs, inputs)
+        leaves = made(n, inputs), made(outputs, inputs), made(outputs)
         moved = value * (n * (inputs + outputs) + inputs * outputs)
-        yield _Case("product", 2 * n * inputs * outputs, moved, 1, _call(F.linear, x, weight), (x, weight))
+        yield _Case("product", 2 * n * inputs * outputs, moved, 1, _call(F.linear, *leaves), leaves)
     for batch, heads, length, width in _ATTENTION:
         q, k, v = (made(batch * scale, heads, length, width) for _ in range(3))
         n = batch * scale * heads * length * width
@@ -287,10 +299,14 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
         yield from _pointwise(device, dtype, value, elements, made)
     for rows, vocabulary in _LOGITS:
         yield _loss(device, rows * scale, vocabulary, value, made)
-    for parameters in (count * scale for count in _PARAMETERS):
-        yield _optimiser(device, parameters)
     if device.type == "cpu":
         yield _layer(dtype)
+
+
+def _updates(device: torch.device) -> Iterator[_Case]:
+    """Yield the optimiser's calls."""
+    for parameters in _PARAMETERS:
+        yield _optimiser(device, parameters * _SCALE[device.type])
 
 
 def _pointwise(
