@@ -83,7 +83,7 @@ def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
         "_ATTENTION": ((1, 1, 8, 8), (1, 2, 16, 8)),
         "_ELEMENTS": (1 << 13, 1 << 14),
         "_LOGITS": ((8, 64), (16, 64)),
-        "_PARAMETERS": (1 << 8, 1 << 10),
+        "_UPDATED": ((1 << 8, 4), (1 << 10, 2)),
     }
     for name, value in sizes.items():
         monkeypatch.setattr(measure_machine, name, value)

@@ -61,7 +61,7 @@ _ATTENTION = ((16, 4, 64, 32), (8, 4, 256, 64), (2, 8, 512, 64), (1, 12, 1024, 6
 _ELEMENTS = (1 << 16, 1 << 19, 1 << 21)
 _WIDTH = 256  # of the rows of norms
 _LOGITS = ((512, 512), (1024, 3072), (128, 50304))
-_PARAMETERS = (1 << 20, 1 << 22, 1 << 24)  # more than a cache holds: a step's passes come between
+_UPDATED = ((1 << 20, 128), (1 << 22, 64), (1 << 24, 16))  # parameters, more than a cache holds, in tensors
 _EXCHANGED = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes
 _TICK_S = 1e-6
 _EXCHANGES = 9
@@ -305,8 +305,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
 
 def _updates(device: torch.device) -> Iterator[_Case]:
     """Yield the optimiser's calls."""
-    for parameters in _PARAMETERS:
-        yield _optimiser(device, parameters * _SCALE[device.type])
+    for parameters, tensors in _UPDATED:
+        yield _optimiser(device, parameters * _SCALE[device.type], tensors)
 
 
 def _pointwise(
@@ -360,9 +360,10 @@ def _layer(dtype: torch.dtype) -> _Case:
     return _Case("layer", 0, 0, 1, act, (x, *block.parameters()))
 
 
-def _optimiser(device: torch.device, count: int) -> _Case:
+def _optimiser(device: torch.device, count: int, tensors: int) -> _Case:
     """Return what a step does with gradients and weights: forget, norm, clip, update."""
-    weights = {f"w{n}": nn.Parameter(torch.randn(count // 16, 4, device=device)) for n in range(4)}
+    rows = count // tensors // 4
+    weights = {f"w{n}": nn.Parameter(torch.randn(rows, 4, device=device)) for n in range(tensors)}
     optimiser = build_optimiser(weights, Optimizer())
     gradients = [torch.randn_like(weight) for weight in weights.values()]
     for weight, gradient in zip(weights.values(), gradients, strict=True):
@@ -374,7 +375,7 @@ def _optimiser(device: torch.device, count: int) -> _Case:
         torch._foreach_mul_(gradients, 1.0)  # in place of setting them to 0, which moves half as much
         optimiser.step(1e-5)
 
-    return _Case("optimiser", 0, (28 + 16 + 4) * count, 1, act)
+    return _Case("optimiser", 0, (28 + 16 + 4) * count, tensors, act)
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any, **named: Any) -> Callable[[], Tensor]:

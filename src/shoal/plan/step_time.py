@@ -481,7 +481,8 @@ def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
     owned = part.parameters / (layout.dp_shard if layout.zero else 1)
     law, name = rates.law("optimiser"), config.optimizer.name
     moved = (_UPDATE_BYTES[name] + _NORM_BYTES + 8 * (workload.dtype == "fp16")) * owned
-    seconds = law.seconds(0, moved)
+    tensors = len(weight_shapes(shape)) / layout.pp
+    seconds = law.seconds(0, moved, tensors if workload.cluster.device.kind == "cpu" else 1)
     if config.parallel.offload and workload.cluster.device.kind == "cuda":  # in host memory, then back
         seconds = (moved + 8 * owned) / workload.cluster.device.host_bytes_per_s
     if name == "muon":
