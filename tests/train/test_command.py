@@ -290,18 +290,10 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
             "SLURM_LOCALID": str(rank),
         }
         slurm |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731"}
-        ranks.append(
-            subprocess.Popen(
-                command(data, tmp_path, "--train.steps", "6"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, **slurm},
-            )
-        )
-    screens = [process.communicate(timeout=90)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], screens
-    assert "dp2: 2 processes" in screens[0]
+        ranks.append(commands.Command(*arguments_of(data, tmp_path, "--train.steps", "6"), env=slurm))
+    ended = [rank.end(timeout=90) for rank in ranks]
+    assert [done.returncode for done in ended] == [0, 0], ended
+    assert "dp2: 2 processes" in ended[0].stdout
 
 
 @needs_mpi
