@@ -86,6 +86,7 @@ serve(Connection(int(sys.argv[1])), ["shoal.cli.app"])
 def test_what_is_registered_for_the_end_of_a_forked_process_runs_and_all_it_said_is_written(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     command = [sys.executable, "-c", ENDS, str(theirs.fileno())]
+    os.environ.pop("PYTHONUNBUFFERED", None)
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]), (tmp_path / "screen").open("wb") as screen:
         child = forking.fork(ours, ["--version"], os.environ, ".", (screen.fileno(), screen.fileno()))
         assert child.wait(60) == 0

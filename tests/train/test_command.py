@@ -217,16 +217,8 @@ def test_workers_leave_when_their_launcher_is_killed(data, tmp_path):
 
 
 def test_torchrun_starts_the_same_command(data, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "shoal",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun += ["-m", "shoal"]
     arguments = command(data, tmp_path, "--train.steps", "6")[3:]
     done = subprocess.run(torchrun + arguments, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
