@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 
 from shoal.launch import forking
 
-_LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "matplotlib.figure")
+_LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "tests.warm")
 Done = subprocess.CompletedProcess[str]
 
 

@@ -19,7 +19,8 @@ from shoal.errors import ShoalError
 from shoal.worker_pool import WorkerPool
 
 MAX_WORKERS = 8
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "shoal.train.job"]
+_TORCH = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOADED = [*_TORCH, "shoal.train.job", "tests.warm"]
 
 
 class RankError(AssertionError):

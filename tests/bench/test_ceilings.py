@@ -1,8 +1,6 @@
 """`shoal bench ceilings`: the clock, how rates are counted, and what programs are measured against."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from shoal.bench import ceilings
 from shoal.bench.ceilings import Ceiling, Repeats, exchange_s, measure, repeat, share, time_call
 from shoal.errors import InputError, ShoalError
+from tests import commands
 
 LINK = Ceiling("link", "cpu", "gloo", 0, 1 << 24, 1e8, 1e-3)
 
@@ -109,8 +108,7 @@ def test_the_command_measures_this_machine(tmp_path):
         "--output",
         output,
     )
-    run = [sys.executable, "-m", "shoal", "bench", "ceilings", *map(str, words)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
+    done = commands.run("bench", "ceilings", *words, timeout=200)
     assert done.returncode == 0, done.stderr
     told = json.loads(output.read_text())
     assert {"commit", "machine", "versions"} <= told.keys()

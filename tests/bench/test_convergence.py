@@ -1,8 +1,6 @@
 """`shoal bench convergence`: curves of real trainings over seeds, their spread, and what is rejected."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from shoal.bench.cells import Cell, CellResult, Network, parse_way
 from shoal.bench.convergence import ConvergenceOptions, Epoch, epochs, groups, runs_of, table
 from shoal.bench.measured import measured
 from shoal.errors import InputError
+from tests import commands
 
 NETWORK = """
 input = [1, 28, 28]
@@ -29,8 +28,7 @@ out = "classes"
 
 
 def prepared(folder: Path, *words: str) -> Path:
-    command = [sys.executable, "-m", "shoal", "prepare", *words, "--output", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert commands.run("prepare", *words, "--output", folder, timeout=120).returncode == 0
     return folder
 
 
@@ -50,8 +48,7 @@ def test_the_digits_are_learned_with_every_seed(tmp_path):
         "0.05",
     ]
     words += ["--runs", str(tmp_path / "runs"), "--output", str(record), "--plot", str(picture)]
-    command = [sys.executable, "-m", "shoal", "bench", "convergence", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = commands.run("bench", "convergence", *words, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "small, 1 worker, batch 128, 2 seeds: mean ± standard deviation" in " ".join(done.stdout.split())
     first, second = json.loads(record.read_text())["cells"]

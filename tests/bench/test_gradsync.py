@@ -33,12 +33,8 @@ from shoal.data.loader import Windows
 from shoal.errors import InputError
 from shoal.networks.description import read
 from shoal.plan.link_cost import parse_rate
+from tests import commands
 from tests.tiny_dataset import random_dataset
-
-
-def shoal(*words, **options):
-    command = [sys.executable, "-m", "shoal", "bench", "gradsync", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
 def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monkeypatch):
@@ -46,7 +42,7 @@ def test_two_strategies_on_two_processes_and_one_that_is_refused(tmp_path, monke
     strategies = ("allreduce", "tree_update", "tree_update:block=7")
     words = ("--networks", "gpt", "--workers", 2, "--steps", 6, "--data", data, "--strategies", *strategies)
     words += ("--runs", tmp_path / "runs", "--json", record, "--plot", picture)
-    done = shoal(*words)
+    done = commands.run("bench", "gradsync", *words, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "gpt: 2 workers on one host, 16 samples a mini-batch" in done.stdout
     assert "gpt: seconds a mini-batch of 16 on one host" not in done.stdout  # of one number of workers

@@ -18,6 +18,7 @@ from shoal.cli.setup import completion, config
 from shoal.config.load import config_from_toml, load_config, preset_names
 from shoal.config.sections import Config
 from shoal.errors import InputError
+from tests import commands
 
 COMMANDS = sorted(name for name in app if not name.startswith("-"))
 GROUPS = {
@@ -28,17 +29,6 @@ GROUPS = {
 LEAVES = [
     (name, *sub) for name in COMMANDS for sub in ([(s,) for s in GROUPS[name]] if name in GROUPS else [()])
 ]
-
-
-def shoal(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-    )
 
 
 def help_seconds():
@@ -67,13 +57,13 @@ def test_help_loads_no_heavy_package():
 
 def test_help_lists_every_command():
     assert COMMANDS
-    listed = shoal("--help").stdout
+    listed = commands.run("--help").stdout
     assert [name for name in COMMANDS if not re.search(rf"│ {name} ", listed)] == []
 
 
 @pytest.mark.parametrize("command", LEAVES, ids=" ".join)
 def test_every_command_shows_an_example(command):
-    done = shoal(*command, "--help")
+    done = commands.run(*command, "--help")
     assert done.returncode == 0
     assert f"shoal {' '.join(command)}" in done.stdout.partition("xample")[2]
 
@@ -208,17 +198,17 @@ def test_other_shells_get_a_script_of_their_own(shell, monkeypatch, capsys):
 
 
 def test_version_is_printed():
-    assert re.match(r"\d+\.\d+\.\d+", shoal("--version").stdout)
+    assert re.match(r"\d+\.\d+\.\d+", commands.run("--version").stdout)
 
 
 def test_unknown_command_is_exit_status_2_and_names_the_nearest():
-    done = shoal("doctr")
+    done = commands.run("doctr")
     assert done.returncode == 2
     assert '"doctor"' in done.stderr
 
 
 def test_unknown_option_is_exit_status_2_and_names_the_nearest():
-    done = shoal("doctor", "--jsn", "x")
+    done = commands.run("doctor", "--jsn", "x")
     assert done.returncode == 2
     assert "--json" in done.stderr
 
@@ -232,7 +222,7 @@ def test_terminal_without_the_characters_gets_replacements(tmp_path):
 
 
 def test_value_of_the_wrong_kind_is_a_sentence_with_the_option_and_the_value():
-    done = shoal("train", "tiny", "--train.steps", "0", "--train.seq_len", "x")
+    done = commands.run("train", "tiny", "--train.steps", "0", "--train.seq_len", "x")
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: --train.steps 0: input should be greater than 0; --train.seq_len x: "
@@ -246,7 +236,7 @@ def test_value_of_the_wrong_kind_is_a_sentence_with_the_option_and_the_value():
     ["doctor", "prepare stdlib --output out", "evaluate nothing", "parity tiny --layouts dp2"],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, command, target):
-    done = shoal(*command.split(), "--json", str(tmp_path / target), cwd=tmp_path)
+    done = commands.Command(*command.split(), "--json", tmp_path / target, folder=tmp_path).end()
     assert done.returncode == 2
     words = "there is no such folder" if target else "is a folder"
     assert f"error: {tmp_path / target}" in done.stderr

@@ -73,6 +73,28 @@ def test_a_process_that_ends_before_it_is_ready_has_ended(monkeypatch):
     assert forking.fork(ours, [], {}, ".", (1, 2)).wait(10) == 1
 
 
+ENDS = """
+import atexit, sys
+from multiprocessing.connection import Connection
+from shoal.launch.forking import serve
+
+atexit.register(print, "at exit")
+serve(Connection(int(sys.argv[1])), ["shoal.cli.app"])
+"""
+
+
+def test_what_is_registered_for_the_end_of_a_forked_process_runs_and_all_it_said_is_written(tmp_path):
+    ours, theirs = multiprocessing.Pipe()
+    command = [sys.executable, "-c", ENDS, str(theirs.fileno())]
+    os.environ.pop("PYTHONUNBUFFERED", None)
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]), (tmp_path / "screen").open("wb") as screen:
+        child = forking.fork(ours, ["--version"], os.environ, ".", (screen.fileno(), screen.fileno()))
+        assert child.wait(60) == 0
+        ours.close()
+        theirs.close()
+    assert (tmp_path / "screen").read_text().endswith("\nat exit\n")
+
+
 def lose_a_rank(running):
     lost = running.pid(1)
     os.kill(lost, signal.SIGKILL)

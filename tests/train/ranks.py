@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from shoal.runtime.device import select_device
 from shoal.runtime.process import Process, form_groups
 from shoal.runtime.rank_info import RankInfo, ReplicaGroupInfo
 from shoal.runtime.stop import Stop
+from shoal.train.curve import Curve
 from shoal.train.job import Job, build_job
 from shoal.train.loop import train
 from shoal.train.metrics import read_metrics
@@ -65,10 +68,16 @@ def result_of(job: Any, step: int) -> StepResult:
     return agree(job, batch, forward_backward(job, batch))
 
 
-def run_training(run_dir: Path, values: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Train to the end or to stop_after; return each step's loss and norm, and the final weights by name."""
+def run_training(
+    run_dir: Path, values: dict[str, Any], draws: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train to the end or to stop_after; return each step's loss and norm, and the final weights by name.
+
+    The picture of the curve is half of the time, and only drawn if asked for.
+    """
     job = make_job(run_dir, values, **options)
-    done = train(job)
+    with nullcontext() if draws else mock.patch.object(Curve, "draw"):
+        done = train(job)
     lines = read_metrics(run_dir / "metrics.jsonl") if job.process.rank == 0 else []
     steps = [line for line in lines if "loss" in line]
     return {

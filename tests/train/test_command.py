@@ -217,16 +217,8 @@ def test_workers_leave_when_their_launcher_is_killed(data, tmp_path):
 
 
 def test_torchrun_starts_the_same_command(data, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "shoal",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun += ["-m", "shoal"]
     arguments = command(data, tmp_path, "--train.steps", "6")[3:]
     done = subprocess.run(torchrun + arguments, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
@@ -290,18 +282,10 @@ def test_slurm_variables_start_a_rank_each(data, tmp_path):
             "SLURM_LOCALID": str(rank),
         }
         slurm |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731"}
-        ranks.append(
-            subprocess.Popen(
-                command(data, tmp_path, "--train.steps", "6"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, **slurm},
-            )
-        )
-    screens = [process.communicate(timeout=90)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], screens
-    assert "dp2: 2 processes" in screens[0]
+        ranks.append(commands.Command(*arguments_of(data, tmp_path, "--train.steps", "6"), env=slurm))
+    ended = [rank.end(timeout=90) for rank in ranks]
+    assert [done.returncode for done in ended] == [0, 0], ended
+    assert "dp2: 2 processes" in ended[0].stdout
 
 
 @needs_mpi

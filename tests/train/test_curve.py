@@ -70,7 +70,7 @@ def drawings(run_dir, values):
     curve._REST, rest = 0, curve._REST
     Curve.draw = lambda self: found.append([step for step, _ in self._train]) or honest(self)
     try:
-        run_training(run_dir, values)
+        run_training(run_dir, values, draws=True)
     finally:
         Curve.draw, curve._REST = honest, rest
     return [steps[-1] for steps in found], [len(steps) for steps in found]

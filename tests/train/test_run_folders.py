@@ -116,7 +116,7 @@ def test_lines_of_the_metrics_that_are_no_records_are_set_aside(pool, data, tmp_
     odd = b'{"step": 1, "loss": "high", "grad_norm": 1, "validation_loss": []}\n'
     odd += b'{"step": 2, "loss": 1, "grad_norm": 1, "tokens": 1e999}\n'
     metrics.write_bytes(b"\n".join(bad) + b"\n\n \r\n" + odd + good + b'{"step": 5, "lo')
-    result = pool.run(run_training, 1, tmp_path, values)[0]
+    result = pool.run(run_training, 1, tmp_path, values, True)[0]
     assert result["done"]
     assert [step for step in result["steps"] if step > 2] == [3, 4, 5, 6]
     assert (tmp_path / "metrics.jsonl.bad").read_bytes() == b"\n".join(bad) + b"\n"
