@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from benchmarks.memory import peak_bytes
 from benchmarks.plan_memory import LIMIT, cases, compare
 from shoal.config.layout import parse_layout, settings_of
 from shoal.config.load import validate
+from shoal.models.init import build_decoder
+from shoal.models.loss import CrossEntropy
 from shoal.models.shape import resolve_shape
 from shoal.plan.cluster import Cluster, DeviceSpec
 from shoal.plan.link_cost import Link
@@ -85,6 +89,32 @@ def test_ranks_hold_what_is_predicted(pool, tmp_path, data, layout):
     planned = Workload(config, resolve_shape(config.model, vocab_size), cut, cluster, "fp32")
     for memory in memory_of(planned):
         assert held(memory) == found[memory.pp_rank * cut.dp * cut.tp]
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("how", "vocab_size"), [("none", 512), ("selective", 512), ("full", 512), ("none", 20_000)]
+)
+def test_simulated_passes_need_what_real_ones_do(style, how, vocab_size):
+    """Of a small vocabulary the peak is in the blocks, of a large one at the embedding."""
+    model = {"style": style, "d_model": 256, "max_seq_len": 256}
+    train = {"micro_batch_size": 4, "seq_len": 256, "recompute": how}
+    planned = workload("tiny", model=model, train=train, vocab_size=vocab_size)
+    decoder = build_decoder(planned.shape, 1, "cpu")
+    decoder.set_recompute(how, 1)
+    tokens = torch.randint(0, vocab_size, (4, 257), generator=torch.Generator().manual_seed(1))
+
+    def passes():
+        decoder.zero_grad(set_to_none=True)
+        CrossEntropy()(decoder(tokens[:, :-1]), tokens[:, 1:]).backward()
+
+    passes()
+    decoder.zero_grad(set_to_none=True)
+    real = peak_bytes(passes)
+    for memory in (simulate(planned), memory_of(planned)[0]):
+        between = memory.moments[0].bytes
+        moments = [moment.total for moment in memory.moments if moment.name != "optimiser step"]
+        assert max(moments) - between["weights"] - between["optimizer"] == pytest.approx(real, rel=0.01)
 
 
 @pytest.mark.parametrize(

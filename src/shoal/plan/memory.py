@@ -145,6 +145,7 @@ class _Rank:
         self.ends = self.whole - self.block_weights * self.num_blocks
         self.table = 4 * shape.padded_vocab_size // layout.tp * shape.d_model
         self.has_first, self.has_last = self.stages[0].start == 0, self.stages[-1].stop == shape.n_layers
+        self.is_tied = shape.tie_embeddings and self.has_first and self.has_last
         self.is_ddp = layout.dp_replicate > 1 and layout.tp * layout.pp == 1 and not layout.zero
 
     def memory(self) -> RankMemory:
@@ -226,7 +227,8 @@ class _Rank:
             yield from self._loss(held, state)
         yield from self._layers(held, state)
         if layers.start == 0:
-            held.activations += 2 * self.block.stream + self.table  # a gradient as dense as the table
+            # A gradient as dense as the table; of a tied one, the sum with the head's is a third.
+            held.activations += 2 * self.block.stream + self.table * (1 + self.is_tied)
             yield self._moment("backward of the embedding", held)
         if zero > 1 or (zero and state.is_last):
             yield self._reduction_of_ends(held, state)
@@ -281,8 +283,9 @@ class _Rank:
         held.logits -= end.logits
         held.activations -= end.saved
         more = end.norm_workspace
-        tied = self.shape.tie_embeddings and self.has_first and self.has_last
-        if tied or self.layout.zero:  # held until the embedding's is added, or all of the ends is scattered
+        if (
+            self.is_tied or self.layout.zero
+        ):  # held until the embedding's is added, or all of the ends is scattered
             held.activations += self.table
         elif not state.has_gradients:
             held.gradients += self.table
@@ -298,7 +301,7 @@ class _Rank:
         if self.recompute == "full":
             work += chunk * (block.saved + block.weight_copies) + (chunk - 1) * block.stream
         elif self.recompute == "selective":
-            work += block.recomputed_saved + block.weight_copies
+            work += block.recomputed_saved + block.weight_copies - block.result  # that of its MLP is read
         inputs, others = self._kept(chunk)
         scatter = self.block_weights if zero > 1 or (zero and state.is_last) else 0
         accumulated = zero == 1 and not state.is_first
