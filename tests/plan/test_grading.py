@@ -12,7 +12,8 @@ from shoal.plan import calibration, grading, machine
 from shoal.plan.grading import PHASES, grade, out_of_memory, plan_run, remedies
 from shoal.runtime.device import Device
 from shoal.train.worker import _planned
-from tests.train.commands import shoal
+from tests import commands
+from tests.train.commands import arguments_of, shoal
 
 GB = 10**9
 
@@ -142,6 +143,16 @@ def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     assert chosen == f"layout: {plan['settings']}"
     assert f"  layout       {plan['layout']}: 2 processes" in screen
+
+
+def test_layout_auto_replaces_a_split_for_other_stages(data, home, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[parallel]\npp = 3\nsplit = [1, 1, 0]\n")
+    words = ("--layout", "auto", "--nproc", "2", "--train.steps", "1")
+    train, _, *options = arguments_of(data, tmp_path / "run", *words)
+    done = commands.run(train, str(file), *options, env=home, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert sum(load_config(str(tmp_path / "run/config.toml")).parallel.split) == 2
 
 
 def test_layout_auto_does_not_choose_what_is_given(data, home, tmp_path):

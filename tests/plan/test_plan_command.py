@@ -98,6 +98,17 @@ def test_apply_changes_the_lines_of_the_choice_alone(capsys, tmp_path):
     assert load_config(str(new)).model == load_config("gpt2").model
 
 
+def test_apply_takes_out_a_split_for_another_number_of_stages(capsys, tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[parallel]\npp = 2\nsplit = [\n  3, 9,  # layers\n]\nzero = 0\n")
+    assert planned(capsys, mine, "--gpu", "h100", "--gpus", "1", "--apply", mine)[0] == 0
+    assert (load_config(str(mine)).parallel.pp, load_config(str(mine)).parallel.split) == (1, ())
+    mine.write_text("[parallel]\npp = 2\nsplit = [3, 9]\n")
+    fixed = ("--parallel.pp", 2, "--parallel.schedule", "1f1b")
+    assert planned(capsys, mine, "--gpu", "h100", "--gpus", "2", *fixed, "--apply", mine)[0] == 0
+    assert "split = [3, 9]" in mine.read_text()
+
+
 def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
     mine = tmp_path / "mine.toml"
     mine.write_text("train = { micro_batch_size = 4, global_batch_size = 64 }\n")

@@ -175,3 +175,25 @@ def test_512_gpus_are_searched_in_seconds(preset, gpus, gpu):
     assert found.ranked
     assert found.num_candidates > 1_000
     assert time.process_time() - began < 10
+
+
+def test_inputs_in_host_memory_that_are_asked_for_are_kept_with_all_recomputed():
+    config = config_of(train={"recompute_offload": True})
+    found = searched(config, fixed={"train.recompute_offload"})
+    settings = {
+        (p.workload.config.train.recompute, p.workload.config.train.recompute_offload) for p in found.ranked
+    }
+    assert settings == {("full", True)}
+    none = searched(config, fixed={"train.recompute_offload", "train.recompute"})
+    assert none.ranked == []
+    assert none.rejected[0].sentence.startswith("train.recompute_offload = true with train.recompute = none")
+
+
+def test_a_split_that_is_asked_for_leaves_layouts_with_as_many_stages():
+    config = config_of(parallel={"split": (1, 3)})
+    found = searched(config, fixed={"parallel.split"})
+    assert {plan.workload.layout.stages for plan in found.ranked} == {2}
+    assert {plan.workload.config.parallel.split for plan in found.ranked} == {(1, 3)}
+    assert any("names 2 stages, and dp8 has 1" in one.sentence for one in found.rejected)
+    free = searched(config)
+    assert {p.workload.config.parallel.split for p in free.ranked if p.workload.layout.stages != 2} == {()}

@@ -302,12 +302,16 @@ def _choose_layout(
     print(f"layout: {plan}", flush=True)
     given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]
     sys.argv[1:] = [f"--layout={words}" if word == "--layout=auto" else word for word in given]
-    for section, values in settings_of_choice(plan).items():
+    for section, values in settings_of_choice(plan, resolved).items():
         for name, value in values.items():
             if name not in overrides.get(section, {}) and value != getattr(getattr(resolved, section), name):
                 overrides.setdefault(section, {})[name] = value
                 option = f"--{section}.{'' if value is not False else 'no-'}{name.replace('_', '-')}"
-                sys.argv += [option] if isinstance(value, bool) else [option, str(value)]
+                if isinstance(value, bool):
+                    sys.argv.append(option)
+                else:
+                    each = value if isinstance(value, tuple) else (value,)
+                    sys.argv += [word for one in each for word in (option, str(one))]
     return words
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal.config.layout import Layout, parse_layout
-from shoal.config.load import config_from_toml, read_toml, to_toml
+from shoal.config.load import config_from_toml, read_toml, to_toml, toml_value
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
 from shoal.errors import EXIT_DONE, EXIT_FAILED, ConfigError, InputError, counted
@@ -34,8 +34,11 @@ from shoal.runtime.startup import loading
 
 _GPT2_IDS = 50257  # vocabulary without a dataset
 CHOSEN = (  # what a search decides, and `apply` writes
-    *((("parallel", name)) for name in ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload")),
-    *((("train", name)) for name in ("micro_batch_size", "recompute", "recompute_offload")),
+    *(
+        ("parallel", name)
+        for name in ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload", "split")
+    ),
+    *(("train", name) for name in ("micro_batch_size", "recompute", "recompute_offload")),
 )
 
 
@@ -263,15 +266,17 @@ def apply(config: Config, path: Path) -> None:
         return
     text = read_toml(path)
     wanted = [(section, name, getattr(getattr(config, section), name)) for section, name in CHOSEN]
+    if config_from_toml(text, str(path)).parallel.split == config.parallel.split:
+        wanted.remove(("parallel", "split", config.parallel.split))
     for section, name, value in wanted:
-        text = _with_setting(text, section, name, _toml(value))
+        text = _with_setting(text, section, name, toml_value(value))
     try:
         found = config_from_toml(text, str(path))
         edited = all(getattr(getattr(found, section), name) == value for section, name, value in wanted)
     except ConfigError:
         edited = False
     if not edited:
-        lines = "; ".join(f"{section}.{name} = {_toml(value)}" for section, name, value in wanted)
+        lines = "; ".join(f"{section}.{name} = {toml_value(value)}" for section, name, value in wanted)
         raise InputError(f"{path} cannot be edited line by line", hint=f"write these by hand: {lines}")
     write_text(path, text)
 
@@ -284,19 +289,9 @@ def _with_setting(text: str, section: str, name: str, value: str) -> str:
     start = heading.end()
     following = re.search(r"(?m)^\s*\[", text[start:])
     end = start + following.start() if following else len(text)
-    line = rf"(?m)^(\s*{name}\s*=\s*)(\"[^\"]*\"|'[^']*'|[\w.+-]+)"
+    line = rf"(?m)^(\s*{name}\s*=\s*)(\"[^\"]*\"|'[^']*'|\[[^\]]*\]|[\w.+-]+)"
     body, count = re.subn(line, lambda old: old[1] + value, text[start:end], count=1)
     return text[:start] + (body if count else f"\n{name} = {value}{text[start:end]}") + text[end:]
-
-
-def _toml(value: bool | int | str) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )
 
 
 def _check(options: PlanOptions) -> None:

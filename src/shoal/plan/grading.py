@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.layout import Layout, parse_layout, resolve_layout
+from shoal.config.layout_rules import cut_evenly
 from shoal.config.load import validate
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
@@ -191,12 +192,17 @@ def plan_of(stored: Mapping[str, Any], rank: int) -> Plan:
     return replace(plan, memory=memory_of(plan.workload)[rank // (layout.dp * layout.tp)])
 
 
-def settings_of_choice(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the settings that a search has chosen beside the layout, by section."""
-    config = plan.workload.config
+def settings_of_choice(plan: Plan, given: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings that a search has chosen beside the layout, by section.
+
+    A split that was given, for another number of stages, is replaced by an even one.
+    """
+    w, split = plan.workload, plan.workload.config.parallel.split
     names = ("micro_batch_size", "recompute", "recompute_offload")
-    train = {name: getattr(config.train, name) for name in names}
-    return {"train": train, "parallel": {"offload": config.parallel.offload}}
+    train = {name: getattr(w.config.train, name) for name in names}
+    if given.parallel.split and not split:
+        split = tuple(cut_evenly(w.shape.n_layers, w.layout.stages))
+    return {"train": train, "parallel": {"offload": w.config.parallel.offload, "split": split}}
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Layout, dict[str, Any], bool]]:

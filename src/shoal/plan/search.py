@@ -19,7 +19,7 @@ from shoal.config.layout import SCHEDULES, Layout, settings_of
 from shoal.config.layout_rules import check_layout
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 from shoal.models.shape import ModelShape
 from shoal.plan.cluster import Cluster
 from shoal.plan.memory import RankMemory, worst
@@ -145,7 +145,8 @@ class _Search:
                     )
                     continue
                 for layout in self._frames(frame):
-                    yield from self._micro_batches(layout)
+                    if self._has_given_split(layout):
+                        yield from self._micro_batches(layout)
 
     def _frames(self, frame: Layout) -> Iterator[Layout]:
         for schedule in self._choose("parallel.schedule", SCHEDULES):
@@ -155,12 +156,24 @@ class _Search:
                 if frame.tp > 1 or not sequence:
                     yield replace(frame, schedule=schedule, sequence=sequence)
 
+    def _has_given_split(self, layout: Layout) -> bool:
+        """Say whether a layout has as many stages as the split that the user has fixed, if any."""
+        split = self.config.parallel.split if "parallel.split" in self.fixed else ()
+        if not split or len(split) == layout.stages:
+            return True
+        self._reject(
+            "split",
+            f"parallel.split = {list(split)} names {counted(len(split), 'stage')}, and {layout} has "
+            f"{layout.stages}",
+        )
+        return False
+
     def _micro_batches(self, layout: Layout) -> Iterator[_Part]:
         share, rest = divmod(self.config.train.global_batch_size, layout.dp)
         given = self.config.train
         sizes = [given.micro_batch_size] if rest else [n for n in _divisors(share) if n <= _MOST_SEQUENCES]
         for size in self._choose("train.micro_batch_size", sizes):
-            for recompute in self._choose("train.recompute", _RECOMPUTE):
+            for recompute in self._recomputes():
                 workload = self._workload(layout, size, recompute, offload=False)
                 if self._is_legal(workload):
                     time = self.costs.time(workload)
@@ -188,9 +201,19 @@ class _Search:
         section, _, field_name = name.partition(".")
         return [getattr(getattr(self.config, section), field_name)]
 
+    def _recomputes(self) -> Sequence[str]:
+        """Return the values of recompute to try: inputs in host memory, where they are fixed, need full."""
+        if self._inputs_on_host() and "train.recompute" not in self.fixed:
+            return ["full"]
+        return self._choose("train.recompute", _RECOMPUTE)
+
+    def _inputs_on_host(self) -> bool:
+        return self.config.train.recompute_offload and "train.recompute_offload" in self.fixed
+
     def _workload(self, layout: Layout, size: int, recompute: str, *, offload: bool) -> Workload:
         train = {"micro_batch_size": size, "recompute": recompute}
-        train["recompute_offload"] = self.config.train.recompute_offload and recompute == "full"
+        wanted = self.config.train.recompute_offload and recompute == "full"
+        train["recompute_offload"] = wanted or self._inputs_on_host()
         return workload_of(self.config, layout, self.shape, self.cluster, self.dtype, train, offload=offload)
 
     def _is_legal(self, workload: Workload) -> bool:
@@ -245,7 +268,7 @@ class _Search:
 
     def _frugal(self, workload: Workload) -> Workload | None:
         """Return the candidate of a layout that needs the least memory."""
-        recompute = self._choose("train.recompute", _RECOMPUTE)[-1]
+        recompute = self._recomputes()[-1]
         if workload.layout.schedule == "zero_bubble":
             recompute = "none"
         sizes = self._choose("train.micro_batch_size", [1])
