@@ -1,5 +1,6 @@
 """Measured rates: stored, read with limits, used where the device is this machine; laws fitted to times."""
 
+import dataclasses
 import json
 
 import pytest
@@ -46,6 +47,20 @@ def test_the_rates_measured_here_count_for_this_machine(tmp_path, monkeypatch):
     assert rates_of(cluster.device, 2, "fp32").law("product") == LAWS["product"]
     assert step_time(workload).total != before
     assert cluster.device.memory_bytes == 4 << 30
+
+
+def test_processes_beyond_the_measured_ones_share_the_cores():
+    """Four cores: as many processes start their calls at once, and any number shares operations and bytes."""
+    alone = {"product": Law(1e-11, 1e-11, 1e-6), "memory": Law(0.0, 5e-11, 1e-6)}
+    measured = dataclasses.replace(MEASURED, devices=4, laws={"1": {"fp32": alone}, "2": {"fp32": LAWS}})
+    for processes, work, calls in ((2, 1, 1), (4, 2, 1), (16, 8, 4)):
+        law = measured.rates(processes, "fp32").law("product")
+        assert law == pytest.approx((work * 2e-11, 0.0, calls * 1e-6))
+        assert measured.cluster(processes).device.flops["fp32"] == pytest.approx(5e10 / work)
+        assert measured.cluster(processes).device.memory_bytes_per_s == pytest.approx(1e10 / work)
+    assert measured.rates(1, "fp32").laws == alone
+    gpus = dataclasses.replace(measured, kind="cuda", devices=8)
+    assert gpus.rates(8, "fp32").laws == LAWS
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,32 @@ class Machine:
 
     def rates(self, processes: int, dtype: str) -> Rates | None:
         """Return the rates of one of so many processes of a node; None for a format that was not measured."""
-        busy = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
-        laws = busy.get(dtype)
+        laws = self._laws(processes).get(dtype)
         return Rates(laws, self.link, 1.0, self.overlap, "measured here") if laws else None
+
+    def _laws(self, processes: int) -> dict[str, dict[str, Law]]:
+        """Return the laws of one of so many processes, by format; GPUs are not shared.
+
+        The threads of one process use all cores as those of two do, so that further processes divide the
+        operations and bytes of a second among more. A call takes one core, and waits for it where there are
+        more processes than cores.
+        """
+        measured = 1 if processes == 1 or "2" not in self.laws else 2
+        laws = self.laws[str(measured)]
+        if self.kind == "cuda" or processes <= measured:
+            return laws
+        work, calls = processes / measured, processes / min(processes, max(measured, self.devices))
+        return {
+            dtype: {
+                kernel: Law(law.flop_s * work, law.byte_s * work, law.call_s * calls)
+                for kernel, law in each.items()
+            }
+            for dtype, each in laws.items()
+        }
 
     def cluster(self, processes: int) -> Cluster:
         """Return this machine with so many processes; peaks are the rates of large products."""
-        laws = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
+        laws = self._laws(processes)
         share = 1 if self.kind == "cuda" else processes
         flops = {name: 1 / max(each["product"].flop_s, 1e-20) for name, each in laws.items()}
         memory = 1 / max(next(iter(laws.values()))["memory"].byte_s, 1e-20)
