@@ -11,7 +11,8 @@ from shoal.config.layout import Layout
 from shoal.config.load import load_config
 from shoal.errors import InputError
 from shoal.models.shape import resolve_shape
-from shoal.plan import machine, measure_machine
+from shoal.plan import here, machine, measure_machine
+from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
 from shoal.plan.machine import Machine, load_machine, rates_of, save_machine
 from shoal.plan.measure_machine import fit_law
@@ -61,6 +62,31 @@ def test_processes_beyond_the_measured_ones_share_the_cores():
     assert measured.rates(1, "fp32").laws == alone
     gpus = dataclasses.replace(measured, kind="cuda", devices=8)
     assert gpus.rates(8, "fp32").laws == LAWS
+
+
+def test_a_measured_gpu_has_the_tables_peaks_and_copies_and_its_own_rates(tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
+    table = load_cluster(2, "h100", 1)
+    measured = Machine("NVIDIA H100 80GB HBM3", "cuda", 2, 79 << 30, {"1": {"bf16": LAWS}}, None, 0.8, 2e10)
+    monkeypatch.setattr(here, "load_machine", lambda: measured)
+    cluster = here.this_machine("auto")
+    assert cluster.device == dataclasses.replace(table.device, name=machine.HERE, memory_bytes=79 << 30)
+    assert (cluster.inside, cluster.across) == (table.inside, table.across)
+    assert measured.rates(2, "bf16").laws == LAWS
+    other = dataclasses.replace(measured, name="NVIDIA X1")
+    monkeypatch.setattr(here, "load_machine", lambda: other)
+    monkeypatch.setattr(here, "gpu_names", lambda: ["NVIDIA X1"] * 2)
+    device = here.this_machine("auto").device
+    assert (device.host_bytes_per_s, device.memory_bytes_per_s) == (2e10, 1e10)
+    assert device.flops == pytest.approx({"bf16": 5e10})
+    save_machine(other, tmp_path)
+    assert load_machine(tmp_path) == other
+
+
+def test_copies_to_the_device_are_timed(monkeypatch):
+    monkeypatch.setattr(measure_machine, "_COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(measure_machine, "_COPYING_S", 0.01)
+    assert 1e7 < measure_machine.host_copies(select_device("cpu", 0, 1)) < 1e13
 
 
 @pytest.mark.parametrize(

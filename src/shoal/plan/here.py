@@ -53,14 +53,15 @@ def this_machine(device: str, processes: int = 0) -> Cluster:
             f"{count} processes, but this machine has {len(names)} GPUs",
             hint="plan for another machine with --gpu and --gpus, or use --runtime.device cpu",
         )
-    if machine is not None and machine.kind == "cuda" and machine.name == names[0]:
-        return machine.cluster(count)
     words = re.sub(r"[^a-z0-9]", "", names[0].lower())
     known = () if any(other in words for other in _OTHERS) else device_names()
     found = next((name for name in known if all(part in words for part in name.split("-"))), None)
-    if found is None:
+    in_table = load_cluster(count, found, 1) if found else None
+    if machine is not None and machine.kind == "cuda" and machine.name == names[0]:
+        return machine.cluster(count, in_table)
+    if in_table is None:
         raise InputError(f"{names[0]} is not in the planner's table", hint="describe it with --cluster FILE")
-    return load_cluster(count, found, 1)
+    return in_table
 
 
 def _is_here(machine: Machine) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ HERE = "here"  # name of this machine's device
 FOLDER = Path.home() / ".cache" / "shoal"
 _VERSION = 1
 _MOST_BYTES = 1 << 20
+_HOST_BYTES_PER_S = 15.75e9  # PCIe 3.0 x16, for a GPU whose copies were not measured
 _MOST = 1e3  # seconds of an operation, a byte or a call that are believed
 
 
@@ -32,6 +33,7 @@ class Machine:
     laws: dict[str, dict[str, dict[str, Law]]]
     link: Link | None
     overlap: float
+    host_bytes_per_s: float = 0.0  # of copies between a GPU and page-locked host memory; 0: not measured
 
     def rates(self, processes: int, dtype: str) -> Rates | None:
         """Return the rates of one of so many processes of a node; None for a format that was not measured."""
@@ -58,13 +60,21 @@ class Machine:
             for dtype, each in laws.items()
         }
 
-    def cluster(self, processes: int) -> Cluster:
-        """Return this machine with so many processes; peaks are the rates of large products."""
+    def cluster(self, processes: int, known: Cluster | None = None) -> Cluster:
+        """Return this machine with so many processes.
+
+        `known` is the same as the hardware table has it, if its GPUs are in there: its peaks, copies to host
+        memory, links to other nodes and price count. Otherwise peaks are the rates of large products.
+        """
+        if known is not None:
+            device = replace(known.device, name=HERE, memory_bytes=self.memory_bytes)
+            return replace(known, device=device, inside=self.link or known.inside)
         laws = self._laws(processes)
         share = 1 if self.kind == "cuda" else processes
         flops = {name: 1 / max(each["product"].flop_s, 1e-20) for name, each in laws.items()}
         memory = 1 / max(next(iter(laws.values()))["memory"].byte_s, 1e-20)
-        device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, memory, 0.0, 1.0, 1.0)
+        host = memory if self.kind == "cpu" else self.host_bytes_per_s or _HOST_BYTES_PER_S
+        device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, host, 0.0, 1.0, 1.0)
         link = self.link or Link(100e-6, 1e9)
         return Cluster(device, processes, 1, link, link)
 
@@ -121,9 +131,8 @@ def _load(file: Path, _changed_ns: int, size: int) -> Machine:
         if kind not in ("cuda", "cpu") or (link and not link.bytes_per_s):
             raise ValueError("no kind of device, or a link without bandwidth")
         devices, memory = int(_number(found["devices"])), int(_number(found["memory_bytes"]))
-        return Machine(
-            str(found["name"]), kind, devices, memory, laws, link, min(1.0, _number(found["overlap"]))
-        )
+        overlap, host = min(1.0, _number(found["overlap"])), _number(found.get("host_bytes_per_s", 0.0))
+        return Machine(str(found["name"]), kind, devices, memory, laws, link, overlap, host)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{file} is not a file of measured rates: {error}", hint=remedy) from error
 

@@ -59,6 +59,7 @@ _WIDTH = 256  # of the rows of norms
 _LOGITS = ((512, 512), (1024, 3072), (128, 50304))
 _PARAMETERS = (1 << 18, 1 << 21, 1 << 24)
 _EXCHANGES = 9
+_COPIED_BYTES, _COPYING_S = 64 << 20, 0.5
 _BUCKET = 4 << 20  # numbers that are exchanged while products are computed
 
 
@@ -88,9 +89,17 @@ def measure(seconds: float = 120.0, folder: Path | None = None) -> Machine:
         laws[str(processes)], link, overlap = found
     memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else physical_memory()
     kind = "cuda" if device.is_cuda else "cpu"
-    machine = Machine(device.name, kind, count, memory, laws, link, overlap)  # type: ignore[arg-type]
+    host = host_copies(device) if device.is_cuda else 0.0
+    machine = Machine(device.name, kind, count, memory, laws, link, overlap, host)  # type: ignore[arg-type]
     save_machine(machine, folder)
     return machine
+
+
+def host_copies(on: Device) -> float:
+    """Return the bytes a second of a copy between host memory, page-locked for a GPU, and the device."""
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=on.is_cuda)
+    here = torch.empty_like(there, device=on.torch_device)
+    return _COPIED_BYTES / statistics.median(repeat(lambda: here.copy_(there), on, _COPYING_S))
 
 
 def _measure(
