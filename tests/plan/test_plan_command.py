@@ -14,6 +14,7 @@ from shoal.plan import command as module
 from shoal.plan import here
 
 H100 = ("--gpu", "h100", "--gpus", "8")
+ONE = ("gpt2", "--gpu", "h100", "--gpus", "1")
 
 
 def planned(capsys, *arguments):
@@ -109,6 +110,18 @@ def test_apply_takes_out_a_split_for_another_number_of_stages(capsys, tmp_path):
     assert "split = [3, 9]" in mine.read_text()
 
 
+def test_apply_says_how_to_train(capsys, tmp_path):
+    new = tmp_path / "new.toml"
+    _, screen = planned(capsys, "gpt2", "--gpu", "h100", "--gpus", 8, "--nodes", 4, "--apply", new)
+    assert screen.splitlines()[-1].endswith(f"shoal train {new} --nproc 8 --nnodes 4 --rdzv HOST:29500")
+    _, screen = planned(capsys, "gpt2", *H100, "--apply", new)
+    assert screen.splitlines()[-1] == f"written; train with: shoal train {new} --nproc 8"
+    small = ("--layout", "1", "--gpu", "rtx3090", "--gpus", 1)
+    status, screen = planned(capsys, "gpt2-8b", *small, "--apply", new)
+    assert status == EXIT_FAILED
+    assert screen.splitlines()[-1] == f"written to {new}, although it does not fit"
+
+
 def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
     mine = tmp_path / "mine.toml"
     mine.write_text("train = { micro_batch_size = 4, global_batch_size = 64 }\n")
@@ -133,8 +146,10 @@ def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
         (("gpt2", *H100, "--layout", "dp3"), "--layout dp3 is for 3 devices, and the cluster has 8"),
         (("gpt2", *H100, "--layout", "pp8+interleaved"), "over 16 pipeline stages leaves a stage without"),
         (("gpt2", *H100, "--parallel.pp", "16"), "does not divide the 8 devices"),
-        (("gpt2", "--gpu", "h100", "--gpus", "1", "--parallel.zero", "3"), "has the settings that are given"),
+        ((*ONE, "--parallel.zero", "0", "--parallel.offload"), "has the settings that are given"),
         (("gpt2", "--cluster", "/no/such.toml"), "/no/such.toml cannot be read"),
+        (("gpt2", "--cluster", "c.toml", "--gpus", "8"), "--cluster and --gpus both describe the cluster"),
+        (("gpt2", "--cluster", "c.toml", "--link", "1gbit"), "leave --link out, and write it into c.toml"),
         (("fcn-r",), "model.network = fcn-r: decoders alone are planned"),
         (("gpt2", *H100, "--json", "/no/folder/x.json"), "there is no such folder"),
         (("gpt2-8b", "--gpu", "rtx3090", "--gpus", "1"), "no layout of 1 device is legal and fits"),

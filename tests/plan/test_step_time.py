@@ -1,5 +1,6 @@
 """Step times by phase: what must grow, shrink or stay as settings and layouts change."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -98,6 +99,18 @@ def test_zero_3_gathers_more_often_than_zero_1():
     ]
     one, three = (step_time(w).phases["shard"] for w in slow)
     assert three > 1.5 * one
+
+
+def test_offloaded_shards_are_copied_for_every_micro_batch_of_zero_3():
+    """On one GPU nothing is exchanged, so that all that is waited for are copies to and from host memory."""
+    parallel = {"parallel": {"offload": True}}
+    waited = {}
+    for zero, batch in itertools.product((1, 3), (8, 32)):
+        train = {"micro_batch_size": 1, "seq_len": 64, "global_batch_size": batch}
+        waited[zero, batch] = step_time(work(f"zero{zero}x1", train=train, **parallel)).phases["shard"]
+    assert 0 < waited[1, 8] == pytest.approx(waited[1, 32])
+    assert waited[3, 32] == pytest.approx(4 * waited[3, 8])
+    assert step_time(work("zero3x1")).phases["shard"] == 0
 
 
 def test_the_optimiser_updates_only_the_own_shard():

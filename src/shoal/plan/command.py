@@ -102,9 +102,22 @@ def command(config: Config, name: str, options: PlanOptions, fixed: Collection[s
         show.draw(plan, name, options.plot)
     if options.apply is not None:
         apply(plan.workload.config, options.apply)
-        nproc = plan.workload.cluster.per_node
-        console.print(f"written; train with: shoal train {options.apply} --nproc {nproc}", soft_wrap=True)
+        console.print(_how_to_train(plan, options.apply), soft_wrap=True, markup=False)
     return EXIT_DONE if plan.fits else EXIT_FAILED
+
+
+def _how_to_train(plan: Plan, path: Path) -> str:
+    """Return the command that trains with a file into which a choice was written."""
+    if not plan.fits:
+        return f"written to {path}, although it does not fit"
+    cluster = plan.workload.cluster
+    words = f"shoal train {path} --nproc {cluster.per_node}"
+    if cluster.nodes == 1:
+        return f"written; train with: {words}"
+    return (
+        f"written; train with, on each of the {cluster.nodes} nodes, where HOST is the first: "
+        f"{words} --nnodes {cluster.nodes} --rdzv HOST:29500"
+    )
 
 
 def shape_of(config: Config, datasets: Sequence[Dataset]) -> ModelShape:
@@ -302,6 +315,12 @@ def _check(options: PlanOptions) -> None:
             )
     if options.epochs is not None and options.tokens is not None:
         raise InputError("--epochs and --tokens set the same value", hint="leave one of the two out")
+    described = [name for name in ("gpu", "gpus", "nodes", "link") if getattr(options, name)]
+    if options.cluster is not None and described:
+        raise InputError(
+            f"--cluster and --{described[0]} both describe the cluster",
+            hint=f"leave --{described[0]} out, and write it into {options.cluster}",
+        )
     for name, number in (("gpus", options.gpus), ("nodes", options.nodes)):
         if number < 0:
             raise InputError(f"--{name} {number}: must be at least 1", hint=f"for example --{name} 8")

@@ -79,13 +79,17 @@ class Found:
 
     ranked: list[Plan]  # the best of each layout, fastest first
     rejected: list[Rejected]  # the most frequent reason first
-    num_candidates: int
-    num_slower: int  # that fit the rules, and cannot be among the ranked
+    num_slower: int  # that fit the rules, and are not among the ranked
 
     @property
     def num_rejected(self) -> int:
         """Candidates that a rule excludes, or the memory."""
         return sum(one.count for one in self.rejected)
+
+    @property
+    def num_candidates(self) -> int:
+        """All candidates; those that a rule excludes before they are divided further count once."""
+        return len(self.ranked) + self.num_slower + self.num_rejected
 
 
 class _Part(NamedTuple):
@@ -107,22 +111,21 @@ class _Search:
     rejected: dict[str, Rejected] = field(default_factory=dict)
     ranked: dict[object, Plan] = field(default_factory=dict)
     too_large: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
-    num_candidates: int = 0
     num_slower: int = 0
 
     def run(self) -> Found:
         parts = sorted(self._parts(), key=lambda part: part.bound_s)
         for part in parts:
             variants = list(self._variants(part.workload.layout))
-            self.num_candidates += len(variants)
             if part.bound_s >= self._limit_s():
                 self.num_slower += len(variants)
                 continue
             for layout, offload in variants:
                 self._try(part.workload, layout, offload)
-        ranked = sorted(self.ranked.values(), key=lambda plan: plan.time.total)[: self.best]
+        ranked = sorted(self.ranked.values(), key=lambda plan: plan.time.total)
         rejected = sorted(self.rejected.values(), key=lambda one: -one.count)
-        return Found(ranked, rejected, self.num_candidates, self.num_slower)
+        slower = self.num_slower + len(ranked[self.best :])
+        return Found(ranked[: self.best], rejected, slower)
 
     def _limit_s(self) -> float:
         """Return the step time that a further layout has to beat."""
@@ -182,16 +185,18 @@ class _Search:
     def _variants(self, frame: Layout) -> Iterator[tuple[Layout, bool]]:
         """Yield the ways to divide the data-parallel ranks, each without and with offload."""
         dp = frame.dp
+        on_host = (False, True) if self.cluster.device.kind == "cuda" else (False,)
         for zero in self._choose("parallel.zero", range(4)):
-            for shard in self._choose("parallel.dp_shard", _divisors(dp)[1:]) if zero else [1]:
+            for shard in self._choose("parallel.dp_shard", _divisors(dp)[1:] or [1]) if zero else [1]:
                 shard = shard or dp
                 if dp % shard:
                     self._reject("sizes", f"dp_shard {shard} does not divide {dp} data-parallel ranks")
                     continue
                 layout = replace(frame, zero=zero, dp_shard=shard, dp_replicate=dp // shard)
                 alone = zero > 0 and layout.world_size == shard
-                for offload in self._choose("parallel.offload", (False, True)):
-                    if alone or not offload:
+                is_cut = not zero or shard > 1 or "parallel.zero" in self.fixed
+                for offload in self._choose("parallel.offload", on_host):
+                    if alone if offload else is_cut:  # on one GPU, ZeRO is for offload alone
                         yield layout, offload
 
     def _choose(self, name: str, values: Iterable[Any]) -> Sequence[Any]:
@@ -251,7 +256,9 @@ class _Search:
         plan = Plan(workload, memory, time)
         if memory.total_bytes > USABLE * self.cluster.device.memory_bytes:
             self._note_too_large(plan)
+            self._reject(MEMORY, "")
         else:
+            self.num_slower += key in self.ranked
             self.ranked[key] = plan
 
     def _is_known_too_large(self, workload: Workload) -> bool:
@@ -282,6 +289,7 @@ class _Search:
         return frugal
 
     def _note_too_large(self, plan: Plan) -> None:
+        """Remember a candidate that does not fit; what needs as much is not costed."""
         key, size, kept = _place(plan.workload)
         self.too_large.setdefault(key, []).append((size, kept))
         peak = plan.memory.peak
@@ -292,13 +300,12 @@ class _Search:
             f"({USABLE:.0%} may be planned), most of it {most.replace('_', ' ')} "
             f"({peak.bytes[most] / 1e9:,.1f} GB, {peak.name})"
         )
-        self._reject(MEMORY, sentence, plan.memory.total_bytes)
+        one = self.rejected.setdefault(MEMORY, Rejected(MEMORY, sentence))
+        if plan.memory.total_bytes < one.bytes:
+            one.sentence, one.bytes = sentence, plan.memory.total_bytes
 
-    def _reject(self, reason: str, sentence: str, num_bytes: float = math.inf) -> None:
-        one = self.rejected.setdefault(reason, Rejected(reason, sentence))
-        one.count += 1
-        if num_bytes < one.bytes or not one.sentence:
-            one.sentence, one.bytes = sentence, num_bytes
+    def _reject(self, reason: str, sentence: str) -> None:
+        self.rejected.setdefault(reason, Rejected(reason, sentence)).count += 1
 
 
 _NO_TIME = StepTime({})

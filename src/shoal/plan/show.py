@@ -81,8 +81,9 @@ def found(console: Console, found: Found) -> None:
         size = f"{each.memory.total_bytes / 1e9:,.1f}"
         table.add_row(escape(str(each)), seconds(each.time.total), size, against if each is not best else "")
     console.print(table)
-    total = found.num_candidates + found.num_rejected
-    console.print(f"{total:,} layouts: {found.num_rejected:,} rejected, the others slower")
+    console.print(
+        f"{found.num_candidates:,} layouts: {found.num_rejected:,} rejected, {found.num_slower:,} slower"
+    )
     for one in found.rejected[:_MOST_REJECTED]:
         console.print(escape(f"  {one.count:,} rejected, such as: {one.sentence}"), soft_wrap=True)
     if len(found.rejected) > _MOST_REJECTED:

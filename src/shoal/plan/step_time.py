@@ -382,10 +382,14 @@ def _link(workload: Workload, rates: Rates, size: int, stride: int) -> Link:
 def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) -> tuple[float, float]:
     """Return the seconds that a step waits for ZeRO's gathers, forward, and in the backward passes.
 
-    The exchanges of a layer are hidden behind the computing of another; the first is not.
+    The exchanges of a layer are hidden behind the computing of another; the first is not. With offload,
+    shards come from host memory before they are gathered, and gradients go there.
     """
     layout, count = workload.layout, workload.num_microbatches
-    if not layout.zero or layout.dp_shard == 1:
+    copied_s = 0.0  # a byte of a shard
+    if workload.config.parallel.offload and workload.cluster.device.kind == "cuda":
+        copied_s = 1 / workload.cluster.device.host_bytes_per_s
+    if not layout.zero or (layout.dp_shard == 1 and not copied_s):
         return 0.0, 0.0
     link = _link(workload, rates, layout.dp_shard, layout.tp)
     layers = max(1, sum(map(len, workload.stages_of_ranks[-1])))
@@ -394,12 +398,12 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
     scattered = 2 if workload.config.precision.reduce_dtype == "bf16" else 4
 
     def gather(parameters: int) -> float:
-        return collective_cost("all_gather", layout.dp_shard, width * parameters / layout.dp_shard).seconds(
-            link
-        )
+        own_bytes = width * parameters / layout.dp_shard
+        return collective_cost("all_gather", layout.dp_shard, own_bytes).seconds(link) + own_bytes * copied_s
 
     def scatter(parameters: int) -> float:
-        return collective_cost("reduce_scatter", layout.dp_shard, scattered * parameters).seconds(link)
+        cost = collective_cost("reduce_scatter", layout.dp_shard, scattered * parameters)
+        return cost.seconds(link) + 4 * parameters / layout.dp_shard * copied_s
 
     def waiting(each: float, others: float, computing: float) -> float:
         return others + each + (layers - 1) * max(0.0, each - rates.overlap * computing)
@@ -471,8 +475,8 @@ def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
     law, name = rates.law("optimiser"), config.optimizer.name
     moved = (_UPDATE_BYTES[name] + _NORM_BYTES + 8 * (workload.dtype == "fp16")) * owned
     seconds = law.seconds(0, moved)
-    if config.parallel.offload and workload.cluster.device.kind == "cuda":  # in host memory, then back
-        seconds = (moved + 8 * owned) / workload.cluster.device.host_bytes_per_s
+    if config.parallel.offload and workload.cluster.device.kind == "cuda":  # by the host, at most as fast
+        seconds = moved / workload.cluster.device.host_bytes_per_s
     if name == "muon":
         layers = sum(map(len, workload.stages_of_ranks[-1]))
         sides = [sorted(sides) for sides in ((shape.d_model, shape.d_model),) * 4]
