@@ -31,7 +31,7 @@ class Room:
 CORE = "errors config runtime models tasks parallel gradsync checkpoint train launch"
 STAGES = ("data/prepare/stages", "data/prepare/dedup", "data/prepare/web")
 ROOMS = (
-    Room("core", CORE.split(), 7_780),
+    Room("core", CORE.split(), 7_785),
     Room("strategies", ["strategies"], 2_000),
     Room("comm", ["comm"], 600),
     Room("diagnosis", ["diagnosis"], 500),

@@ -39,12 +39,12 @@ def test_nothing_measured_is_none(tmp_path):
 
 
 def test_the_rates_measured_here_count_for_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cluster = MEASURED.cluster(2)
     config = load_config("tiny")
     workload = Workload(config, resolve_shape(config.model, 256), Layout(), MEASURED.cluster(1), "fp32")
     before = step_time(workload).total
-    save_machine(MEASURED, tmp_path)
+    save_machine(MEASURED)
     assert rates_of(cluster.device, 2, "fp32").law("product") == LAWS["product"]
     assert step_time(workload).total != before
     assert cluster.device.memory_bytes == 4 << 30

@@ -321,10 +321,8 @@ def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str,
 
     if launched_by_us() or read_replica_group() is not None:
         return None
-    try:
-        from shoal.plan.grading import plan_run
-    except RuntimeError:  # a user without a home
-        return None
+    from shoal.plan.grading import plan_run
+
     if (info := read_rank_info()) is not None:
         workers, nnodes = info.local_world_size, info.world_size // info.local_world_size
     return plan_run(resolved, workers, nnodes, force=force)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.plan import machine
 from shoal.plan.step_time import INSIDE, PHASES, StepTime
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import cache_folder, read_json, write_json
 
 PRIOR = 2  # steps
 _MOST = 50  # measurements of a phase that are kept, the newest
@@ -109,7 +108,7 @@ def _keys(device: str, dtype: str, setting: str) -> list[str]:
 
 
 def _file(folder: Path | None) -> Path:
-    return (folder or machine.FOLDER) / "calibration.json"
+    return (folder or cache_folder()) / "calibration.json"
 
 
 def _read(folder: Path | None) -> Ratios:

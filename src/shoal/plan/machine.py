@@ -12,10 +12,9 @@ from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec
 from shoal.plan.link_cost import Link
 from shoal.plan.rates import BACKWARD, KERNELS, Law, Rates, table_rates
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import cache_folder, read_json, write_json
 
 HERE = "here"  # name of this machine's device
-FOLDER = Path.home() / ".cache" / "shoal"
 _VERSION = 1
 _MOST_BYTES = 1 << 20
 _HOST_BYTES_PER_S = 15.75e9  # PCIe 3.0 x16, for a GPU whose copies were not measured
@@ -98,7 +97,7 @@ def load_machine(folder: Path | None = None) -> Machine | None:
     Raises:
         InputError: The file holds something else.
     """
-    file = (folder or FOLDER) / "machine.json"
+    file = (folder or cache_folder()) / "machine.json"
     try:
         state = file.stat()
     except OSError:
@@ -139,7 +138,7 @@ def _load(file: Path, _changed_ns: int, size: int) -> Machine:
 
 def save_machine(machine: Machine, folder: Path | None = None) -> Path:
     """Store measurements for later plans; return the file."""
-    file = (folder or FOLDER) / "machine.json"
+    file = (folder or cache_folder()) / "machine.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     link = machine.link and [machine.link.latency_s, machine.link.bytes_per_s]
     write_json(file, {"version": _VERSION, **vars(machine), "link": link})
