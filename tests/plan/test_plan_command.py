@@ -12,6 +12,7 @@ from shoal.config.load import load_config
 from shoal.errors import EXIT_FAILED, InputError
 from shoal.plan import command as module
 from shoal.plan import here
+from shoal.plan.cluster import load_cluster
 
 H100 = ("--gpu", "h100", "--gpus", "8")
 ONE = ("gpt2", "--gpu", "h100", "--gpus", "1")
@@ -188,6 +189,12 @@ def test_this_machine_is_its_processor_where_no_gpu_is_wanted(monkeypatch):
     cluster = here.this_machine("cpu")
     assert (cluster.world_size, cluster.device.kind, cluster.device.memory_bytes) == (4, "cpu", 2e9)
     assert set(cluster.device.flops) == {"fp32"}
+    for cores, table in ((2, "cpu-2"), (8, "cpu-8"), (32, "cpu-32")):
+        monkeypatch.setattr(here, "physical_cores", lambda cores=cores: cores)
+        device, known = here.processor(0), load_cluster(1, table).device
+        assert device.memory_bytes_per_s == pytest.approx(known.memory_bytes_per_s)
+        assert device.memory_share == known.memory_share
+    monkeypatch.setattr(here, "physical_cores", lambda: 4)
     assert here.this_machine("cpu", 2).device.memory_bytes == 4e9
 
 

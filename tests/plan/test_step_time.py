@@ -13,7 +13,7 @@ from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
 from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
-from shoal.plan.rates import Law, Rates
+from shoal.plan.rates import Law, Rates, table_rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
 from shoal.plan.workload import Workload, weight_shapes
 from shoal.train import clock
@@ -116,6 +116,12 @@ def test_offloaded_shards_are_copied_for_every_micro_batch_of_zero_3():
 def test_the_optimiser_updates_only_the_own_shard():
     whole, shard = (step_time(work(words)).phases["optimiser"] for words in ("dp8", "zero1x8"))
     assert whole == pytest.approx(8 * shard, rel=0.1)
+
+
+def test_an_update_in_place_reads_nothing_in_vain_on_a_processor():
+    for gpu, dtype, ratio in (("cpu-2", "fp32", 2 / 3), ("a100-80", "bf16", 1.0)):
+        rates = table_rates(load_cluster(1, gpu).device, dtype)
+        assert rates.law("optimiser").byte_s == pytest.approx(ratio * rates.law("memory").byte_s)
 
 
 def test_measured_rates_replace_the_tables():

@@ -21,8 +21,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 _GPU_NODES = tuple(Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd"))  # also of other drivers
 _OTHERS = ("nvl", "laptop", "maxq", "gh200")  # GPUs that have names of the table in theirs, and other sizes
 _GHZ = 3.0  # of cores whose clock Linux does not tell
-_BYTES_PER_S = 10e9  # of memory, for each core, up to the channels of a usual processor
-_CHANNELS = 5
+_CHANNEL_BYTES_PER_S = (
+    25.6e9  # DDR4-3200; two channels, and with more cores one for four, as in hardware.toml
+)
+_CHANNEL_SHARE = 0.5
 _LOOPBACK = Link(100e-6, 2e9)  # gloo between processes of a host
 
 
@@ -97,5 +99,6 @@ def processor(memory: int) -> DeviceSpec:
     flops = {"fp32": rate}
     if {"avx512_bf16", "amx_bf16"} & flags:
         flops["bf16"] = (8 if "amx_bf16" in flags else 2) * rate
-    bandwidth = _BYTES_PER_S * min(cores, _CHANNELS)
-    return DeviceSpec(f"cpu-{cores}", "cpu", memory, flops, bandwidth, bandwidth)
+    bandwidth = _CHANNEL_BYTES_PER_S * min(cores, max(2, cores // 4))
+    name = f"cpu-{cores}"
+    return DeviceSpec(name, "cpu", memory, flops, bandwidth, bandwidth, memory_share=_CHANNEL_SHARE)
