@@ -231,3 +231,34 @@ def test_a_split_that_is_asked_for_leaves_layouts_with_as_many_stages():
     assert any("names 2 stages, and dp8 has 1" in one.sentence for one in found.rejected)
     free = searched(config)
     assert {p.workload.config.parallel.split for p in free.ranked if p.workload.layout.stages != 2} == {()}
+
+
+def test_the_fastest_is_found_where_less_recompute_needs_less_memory():
+    """Full recompute makes all of a block's activations again, beside what earlier blocks still hold."""
+
+    def memory(workload):
+        how = workload.config.train.recompute
+        size = {"none": 200, "selective": 40, "full": 90}[how] * GB
+        parts = dict.fromkeys(CATEGORIES, 0) | {"activations": size}
+        return RankMemory(0, (Moment("between steps", dict.fromkeys(CATEGORIES, 0)), Moment("loss", parts)))
+
+    config = config_of()
+    shape = resolve_shape(config.model, 1000)
+    found = search(config, shape, load_cluster(2, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert found.ranked
+    assert {plan.workload.config.train.recompute for plan in found.ranked} == {"selective"}
+
+
+def test_a_layout_whose_state_does_not_fit_is_costed_once():
+    asked = []
+
+    def memory(workload):
+        asked.append((workload.layout, workload.config.parallel.offload))
+        parts = dict.fromkeys(CATEGORIES, 0) | {"optimizer": 100 * GB}
+        return RankMemory(0, (Moment("between steps", parts),))
+
+    config = config_of()
+    shape = resolve_shape(config.model, 1000)
+    found = search(config, shape, load_cluster(4, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert found.ranked == []
+    assert len(asked) == len(set(asked)) < found.num_rejected

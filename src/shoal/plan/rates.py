@@ -38,8 +38,8 @@ _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the que
 _ATTENTION_SHARE = {"cuda": 0.7, "cpu": 0.5}
 _LINK_SHARE = 0.8  # of a link's peak, that large NCCL transfers reach
 _OVERLAP = {"cuda": 0.9, "cpu": 0.3}
-# A copy reads first what it will overwrite, and so moves 3 bytes for 2 that are counted (J. McCalpin, STREAM);
-# an update in place needs what it reads.
+# A copy reads first what it will overwrite, and so moves 3 bytes for 2 that are counted (J. McCalpin,
+# STREAM); an update in place needs what it reads.
 _IN_PLACE = {"cuda": 1.0, "cpu": 2 / 3}
 _SLOW_FORMAT = 50  # times: products of a format that a CPU does not have in hardware (see runtime.device)
 

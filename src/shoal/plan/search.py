@@ -2,8 +2,8 @@
 
 A candidate is a layout with a micro-batch size, recompute and offload. Costs are asked for in the order of a
 lower bound, the computation of a step without anything that sharding and replicas add, and not at all where
-the bound says that they cannot matter: a candidate needs more memory than one that does not fit, or its
-computation alone takes longer than the whole step of the layouts found.
+the bound says that they cannot matter: the computation alone takes longer than the whole step of the
+layouts found, or what is held between steps, whatever the micro-batch and recompute, does not fit.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Search:
     best: int
     rejected: dict[str, Rejected] = field(default_factory=dict)
     ranked: dict[object, Plan] = field(default_factory=dict)
-    too_large: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
+    held: dict[object, int] = field(default_factory=dict)  # bytes between steps, by layout and offload
     num_slower: int = 0
 
     def run(self) -> Found:
@@ -242,7 +242,8 @@ class _Search:
         workload = self._workload(layout, size, recompute, offload=offload)
         if (layout.zero or offload) and not self._is_legal(workload):
             return
-        if self._is_known_too_large(workload):
+        usable = USABLE * self.cluster.device.memory_bytes
+        if self.held.get((layout, offload), 0) > usable:
             self._reject(MEMORY, "")
             return
         key = (layout.pp, layout.tp, layout.zero, offload)
@@ -253,45 +254,16 @@ class _Search:
             self.num_slower += 1
             return
         memory = self.costs.memory(workload)
+        self.held[layout, offload] = memory.moments[0].total
         plan = Plan(workload, memory, time)
-        if memory.total_bytes > USABLE * self.cluster.device.memory_bytes:
-            self._note_too_large(plan)
-            self._reject(MEMORY, "")
+        if memory.total_bytes > usable:
+            self._reject_too_large(plan)
         else:
             self.num_slower += key in self.ranked
             self.ranked[key] = plan
 
-    def _is_known_too_large(self, workload: Workload) -> bool:
-        """Say whether one that needs less memory did not fit: a smaller micro-batch, or more recompute."""
-        key, size, kept = _place(workload)
-        if key not in self.too_large:
-            self.too_large[key] = []
-            frugal = self._frugal(workload)
-            if frugal is not None:
-                plan = Plan(frugal, self.costs.memory(frugal), _NO_TIME)
-                if plan.memory.total_bytes > USABLE * self.cluster.device.memory_bytes:
-                    self._note_too_large(plan)
-        return any(size >= other and kept <= least for other, least in self.too_large[key])
-
-    def _frugal(self, workload: Workload) -> Workload | None:
-        """Return the candidate of a layout that needs the least memory."""
-        recompute = self._recomputes()[-1]
-        if workload.layout.schedule == "zero_bubble":
-            recompute = "none"
-        sizes = self._choose("train.micro_batch_size", [1])
-        frugal = self._workload(
-            workload.layout, sizes[0], recompute, offload=workload.config.parallel.offload
-        )
-        try:
-            check_rules(frugal.config, frugal.layout, self.shape)
-        except ConfigError:
-            return None
-        return frugal
-
-    def _note_too_large(self, plan: Plan) -> None:
-        """Remember a candidate that does not fit; what needs as much is not costed."""
-        key, size, kept = _place(plan.workload)
-        self.too_large.setdefault(key, []).append((size, kept))
+    def _reject_too_large(self, plan: Plan) -> None:
+        """Count a candidate that does not fit; the sentence is that of the one which needs least."""
         peak = plan.memory.peak
         most = max(peak.bytes, key=lambda name: peak.bytes[name])
         device = self.cluster.device
@@ -300,15 +272,13 @@ class _Search:
             f"({USABLE:.0%} may be planned), most of it {most.replace('_', ' ')} "
             f"({peak.bytes[most] / 1e9:,.1f} GB, {peak.name})"
         )
-        one = self.rejected.setdefault(MEMORY, Rejected(MEMORY, sentence))
+        self._reject(MEMORY, sentence)
+        one = self.rejected[MEMORY]
         if plan.memory.total_bytes < one.bytes:
             one.sentence, one.bytes = sentence, plan.memory.total_bytes
 
     def _reject(self, reason: str, sentence: str) -> None:
         self.rejected.setdefault(reason, Rejected(reason, sentence)).count += 1
-
-
-_NO_TIME = StepTime({})
 
 
 def search(
@@ -415,16 +385,6 @@ def smallest_change(
         if then := admits(other):
             return f"use train.seq_len = {other.train.seq_len}{then}"
     return "use a smaller model, or devices with more memory"
-
-
-def _place(workload: Workload) -> tuple[object, int, int]:
-    """Return what must be equal for two candidates to be compared in memory; micro-batch, and recompute."""
-    layout, train = workload.layout, workload.config.train
-    return (
-        (layout, workload.config.parallel.offload),
-        train.micro_batch_size,
-        _RECOMPUTE.index(train.recompute),
-    )
 
 
 def _divisors(number: int) -> list[int]:
