@@ -15,7 +15,8 @@ from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
 from shoal.plan.rates import Law, Rates, table_rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
-from shoal.plan.workload import Workload, weight_shapes
+from shoal.plan.weights import weight_shapes
+from shoal.plan.workload import Workload
 from shoal.train import clock
 
 

@@ -14,7 +14,8 @@ from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost
 from shoal.plan.machine import rates_of
 from shoal.plan.rates import BACKWARD, Law, Rates
 from shoal.plan.sync_cost import Replicas, demand
-from shoal.plan.workload import Workload, weight_shapes
+from shoal.plan.weights import block_group, ends_group, weight_shapes
+from shoal.plan.workload import Workload
 
 PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication", "optimiser")
 INSIDE = ("tp", "shard")  # lie within forward and backward
@@ -166,14 +167,6 @@ class _Block:
         self.stream = max(self.value, software.stream_bytes)
         self.pointwise = software.pointwise * (_COMPILED if _compiled(workload) else 1.0)
         self.own_tokens = self.tokens / (layout.tp if layout.sequence else 1)
-        self.widths = self._widths()
-
-    def _widths(self) -> list[tuple[float, float]]:
-        """Return inputs and outputs of the linear layers of a block on a tensor rank; the last is `down`."""
-        shape, tp = self.shape, self.tp
-        d, kv, ff = shape.d_model, shape.n_kv_heads * shape.head_dim / tp, shape.d_ff / tp
-        ups = 1 if shape.style == "gpt2" else 2
-        return [(d, d / tp), (d, kv), (d, kv), (d / tp, d), *[(d, ff)] * ups, (ff, d)]
 
     def product(self, inputs: float, outputs: float) -> tuple[float, float]:
         """Return the seconds of a linear layer, forward and backward: one product, then two as large."""
@@ -260,7 +253,8 @@ def _part(
     block = _Block(workload, rates, software)
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
     sequence = workload.layout.sequence
-    products = [block.product(*widths) for widths in block.widths]
+    group = block_group(shape, tp)
+    products = [block.product(inputs, outputs) for outputs, inputs in group.matrices]  # the last is `down`
     kernels = (*products, block.attention(), block.between(), block.host())
     forward, backward = (sum(part) for part in zip(*kernels, strict=True))
     enter, leave = block.exchanges(_link(workload, rates, tp, 1))
@@ -275,10 +269,8 @@ def _part(
         again += kept / workload.cluster.device.host_bytes_per_s
     block_forward, block_backward = forward + tp_forward, backward + again + tp_backward + tp_again
     total_forward, total_backward = layers * block_forward, layers * block_backward
-    counts = count_parameters(shape)
     table = shape.padded_vocab_size * shape.d_model // tp
-    per_layer = counts.block_matrices // shape.n_layers // tp + 10 * shape.d_model
-    parameters = layers * per_layer + (table + counts.positions) * first
+    parameters = layers * group.numel + ends_group(shape, tp, first=first, last=last).numel
     ends_forward, ends_backward, ends_tp = 0.0, 0.0, [0.0, 0.0]
     stream = block.own_tokens * shape.d_model * block.stream
     if first:
@@ -293,7 +285,6 @@ def _part(
         ):
             ends_forward, ends_backward = ends_forward + there, ends_backward + back
         ends_tp[0], ends_tp[1] = ends_tp[0] + enter / 2 * sequence, ends_tp[1] + enter / (1 + sequence)
-        parameters += table * (not (shape.tie_embeddings and first))
     casts, sums = _weights(workload, block, parameters)
     tp_both = (layers * tp_forward + ends_tp[0], layers * (tp_backward + tp_again) + ends_tp[1])
     return _Part(
@@ -303,7 +294,7 @@ def _part(
         block_backward,
         *tp_both,
         parameters,
-        per_layer,
+        group.numel,
     )
 
 
@@ -479,8 +470,7 @@ def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
         seconds = moved / workload.cluster.device.host_bytes_per_s
     if name == "muon":
         layers = sum(map(len, workload.stages_of_ranks[-1]))
-        sides = [sorted(sides) for sides in ((shape.d_model, shape.d_model),) * 4]
-        sides += [sorted((shape.d_model, shape.d_ff))] * (2 if shape.style == "gpt2" else 3)
+        sides = map(sorted, block_group(shape, 1).matrices)
         flops = sum(_MUON_ROUNDS * (4 * m * m * n + 2 * m**3) for m, n in sides)
         seconds += rates.law("product").seconds(layers * flops, 0, 0)
     return seconds
