@@ -297,7 +297,7 @@ def _choose_layout(
         )
     _, resolved = _resolve(config, overrides, None, init)
     fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
-    plan = choose_layout(resolved, fixed, nproc or 0, nnodes)
+    plan = choose_layout(resolved, fixed, nproc or 0)
     words = str(plan.workload.layout)
     print(f"layout: {plan}", flush=True)
     given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
+from shoal.plan.machine import stored
 from shoal.plan.step_time import INSIDE, PHASES, StepTime
 from shoal.runtime.files import cache_folder, read_json, write_json
 
@@ -112,12 +113,7 @@ def _file(folder: Path | None) -> Path:
 
 
 def _read(folder: Path | None) -> Ratios:
-    file = _file(folder)
-    try:
-        state = file.stat()
-    except OSError:
-        return {}
-    return _load(file, state.st_mtime_ns, state.st_size)
+    return stored(_file(folder), _load) or {}
 
 
 @functools.lru_cache(maxsize=4)  # a search asks for each of its layouts

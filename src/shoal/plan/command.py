@@ -33,13 +33,10 @@ from shoal.runtime.files import check_targets, write_json, write_text
 from shoal.runtime.startup import loading
 
 _GPT2_IDS = 50257  # vocabulary without a dataset
-CHOSEN = (  # what a search decides, and `apply` writes
-    *(
-        ("parallel", name)
-        for name in ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload", "split")
-    ),
-    *(("train", name) for name in ("micro_batch_size", "recompute", "recompute_offload")),
-)
+CHOSEN = {  # what a search decides, and `apply` writes, by section
+    "parallel": ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload", "split"),
+    "train": ("micro_batch_size", "recompute", "recompute_offload"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ def command(config: Config, name: str, options: PlanOptions, fixed: Collection[s
     Exit status: 0 it fits, 1 it does not.
     """
     _check(options)
-    fixed = {name for name in fixed if tuple(name.split(".")) in CHOSEN}
     datasets = [open_dataset(Path(path)) for path in config.data.datasets]
     shape = shape_of(config, datasets)
     config = _with_length(config, options, datasets)
@@ -211,16 +207,18 @@ def choose(config: Config, shape: ModelShape, clusters: Sequence[Cluster], fixed
     Raises:
         ConfigError: No layout is legal and fits, with the reason for most, and what would admit one.
     """
+    fixed = {f"{section}.{name}" for section, names in CHOSEN.items() for name in names} & set(fixed)
     all_found = []
     for cluster in clusters:
         dtype = dtype_on(config, cluster)
-        all_found.append(search(config, shape, cluster, dtype, fixed=fixed, costs=costs_on(cluster, dtype)))
+        costs = costs_on(cluster, dtype)
+        all_found.append(search(config, shape, cluster, dtype, fixed=fixed, costs=costs))
     best = min(all_found, key=lambda one: one.ranked[0].time.total if one.ranked else math.inf)
     if best.ranked:
         others = [plan for found in all_found if found is not best for plan in found.ranked[:1]]
         ranked = sorted([*best.ranked, *others], key=lambda plan: plan.time.total)
         return replace(best, ranked=ranked)
-    cluster, rejected = clusters[-1], all_found[-1].rejected
+    rejected = all_found[-1].rejected
     if not rejected:
         raise ConfigError(
             f"no layout of {counted(cluster.world_size, 'device')} has the settings that are given",
@@ -230,14 +228,7 @@ def choose(config: Config, shape: ModelShape, clusters: Sequence[Cluster], fixed
     raise ConfigError(
         f"no layout of {counted(cluster.world_size, 'device')} is legal and fits: {reason.sentence} "
         f"({reason.count} of {all_found[-1].num_rejected} layouts)",
-        hint=smallest_change(
-            config,
-            shape,
-            cluster,
-            dtype_on(config, cluster),
-            fixed=fixed,
-            costs=costs_on(cluster, dtype_on(config, cluster)),
-        ),
+        hint=smallest_change(config, shape, cluster, dtype, fixed=fixed, costs=costs),
     )
 
 
@@ -278,7 +269,11 @@ def apply(config: Config, path: Path) -> None:
         write_text(path, to_toml(config, given_only=True))
         return
     text = read_toml(path)
-    wanted = [(section, name, getattr(getattr(config, section), name)) for section, name in CHOSEN]
+    wanted = [
+        (section, name, getattr(getattr(config, section), name))
+        for section, names in CHOSEN.items()
+        for name in names
+    ]
     if config_from_toml(text, str(path)).parallel.split == config.parallel.split:
         wanted.remove(("parallel", "split", config.parallel.split))
     for section, name, value in wanted:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec
@@ -16,6 +17,7 @@ from shoal.runtime.files import cache_folder, read_json, write_json
 
 HERE = "here"  # name of this machine's device
 _VERSION = 1
+T = TypeVar("T")
 _MOST_BYTES = 1 << 20
 _HOST_BYTES_PER_S = 15.75e9  # PCIe 3.0 x16, for a GPU whose copies were not measured
 _MOST = 1e3  # seconds of an operation, a byte or a call that are believed
@@ -37,7 +39,7 @@ class Machine:
     def rates(self, processes: int, dtype: str) -> Rates | None:
         """Return the rates of one of so many processes of a node; None for a format that was not measured."""
         laws = self._laws(processes).get(dtype)
-        return Rates(laws, self.link, 1.0, self.overlap, "measured here") if laws else None
+        return Rates(laws, self.link, 1.0, self.overlap) if laws else None
 
     def _laws(self, processes: int) -> dict[str, dict[str, Law]]:
         """Return the laws of one of so many processes, by format; GPUs are not shared.
@@ -97,12 +99,16 @@ def load_machine(folder: Path | None = None) -> Machine | None:
     Raises:
         InputError: The file holds something else.
     """
-    file = (folder or cache_folder()) / "machine.json"
+    return stored((folder or cache_folder()) / "machine.json", _load)
+
+
+def stored(file: Path, load: Callable[[Path, int, int], T]) -> T | None:
+    """Return what `load` makes of a file, the moment of its last change and its size; None without a file."""
     try:
         state = file.stat()
     except OSError:
         return None
-    return _load(file, state.st_mtime_ns, state.st_size)
+    return load(file, state.st_mtime_ns, state.st_size)
 
 
 @functools.lru_cache(maxsize=4)

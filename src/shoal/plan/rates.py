@@ -10,7 +10,7 @@ on (m k + k n + m n) values, so that its efficiency falls as a side gets short.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import ConfigError
@@ -19,19 +19,8 @@ from shoal.plan.link_cost import Link
 
 BACKWARD = " backward"  # suffix of the law of a kernel's backward pass
 # What a rate can be measured of; kernels without a law of their own take that of "memory".
-KERNELS = (
-    "product",
-    "attention",
-    "norm",
-    "gelu",
-    "swiglu",
-    "add",
-    "rotate",
-    "loss",
-    "memory",
-    "optimiser",
-    "layer",
-)
+KERNELS: tuple[str, ...] = ("product", "attention", "norm", "gelu", "swiglu", "add", "rotate", "loss")
+KERNELS += ("memory", "optimiser", "layer")
 _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the queue is full
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, 2023, section 4) and 35 % of an H100's (Shah et
 # al., 2024, section 1), large products 75 and 65 %.
@@ -63,7 +52,6 @@ class Rates:
     link: Link | None = None  # measured between two processes of a node, in place of the table's
     link_share: float = _LINK_SHARE  # of the bandwidth of a link that was not measured
     overlap: float = _OVERLAP["cuda"]  # seconds of an exchange that a second of computing hides
-    source: str = field(default="hardware table", compare=False)
 
     def law(self, kernel: str) -> Law:
         """Return the law of a kernel, or of the nearest one that there is."""

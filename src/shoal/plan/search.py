@@ -12,10 +12,10 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.config import rules
-from shoal.config.layout import SCHEDULES, Layout, settings_of
+from shoal.config.layout import SCHEDULES, Layout, under
 from shoal.config.layout_rules import check_layout
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
@@ -92,11 +92,7 @@ class Found:
         return len(self.ranked) + self.num_slower + self.num_rejected
 
 
-class _Part(NamedTuple):
-    """A candidate without what ZeRO and replicas decide."""
-
-    bound_s: float
-    workload: Workload
+_Part = tuple[float, Workload]  # a candidate without what ZeRO and replicas decide, after its lower bound
 
 
 @dataclass
@@ -114,14 +110,13 @@ class _Search:
     num_slower: int = 0
 
     def run(self) -> Found:
-        parts = sorted(self._parts(), key=lambda part: part.bound_s)
-        for part in parts:
-            variants = list(self._variants(part.workload.layout))
-            if part.bound_s >= self._limit_s():
+        for bound_s, workload in sorted(self._parts(), key=lambda part: part[0]):
+            variants = list(self._variants(workload.layout))
+            if bound_s >= self._limit_s():
                 self.num_slower += len(variants)
                 continue
             for layout, offload in variants:
-                self._try(part.workload, layout, offload)
+                self._try(workload, layout, offload)
         ranked = sorted(self.ranked.values(), key=lambda plan: plan.time.total)
         rejected = sorted(self.rejected.values(), key=lambda one: -one.count)
         slower = self.num_slower + len(ranked[self.best :])
@@ -180,7 +175,7 @@ class _Search:
                 workload = self._workload(layout, size, recompute, offload=False)
                 if self._is_legal(workload):
                     time = self.costs.time(workload)
-                    yield _Part(_BOUND * (time.total - sum(time.phases[n] for n in _ADDED)), workload)
+                    yield _BOUND * (time.total - sum(time.phases[n] for n in _ADDED)), workload
 
     def _variants(self, frame: Layout) -> Iterator[tuple[Layout, bool]]:
         """Yield the ways to divide the data-parallel ranks, each without and with offload."""
@@ -309,15 +304,12 @@ def workload_of(
     offload: bool = False,
 ) -> Workload:
     """Return a configuration under a layout as a workload, with other settings of the section train."""
-    split = config.parallel.split if len(config.parallel.split) == layout.stages else ()
-    parallel = {**settings_of(layout), "offload": offload, "split": split}
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=dict(train or {})),
-        }
-    )
-    return Workload(config, shape, layout, cluster, dtype)
+    config = under(config, layout)
+    sections = {
+        "parallel": config.parallel.model_copy(update={"offload": offload}),
+        "train": config.train.model_copy(update=dict(train or {})),
+    }
+    return Workload(config.model_copy(update=sections), shape, layout, cluster, dtype)
 
 
 def check_rules(config: Config, layout: Layout, shape: ModelShape) -> None:

@@ -173,9 +173,9 @@ def seconds(value: float) -> str:
 
 def duration(value: float) -> str:
     """Return the largest of seconds, minutes, hours and days, with a decimal."""
-    for size, unit in ((86400 * 2, "days"), (3600, "hours"), (60, "minutes")):
-        if value >= size:
-            return f"{value / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:,.1f} {unit}"
+    for least, size, unit in ((2 * 86400, 86400, "days"), (3600, 3600, "hours"), (60, 60, "minutes")):
+        if value >= least:
+            return f"{value / size:,.1f} {unit}"
     return f"{value:.1f} s"
 
 
