@@ -24,7 +24,7 @@ _GHZ = 3.0  # of cores whose clock Linux does not tell
 _CHANNEL_BYTES_PER_S = (
     25.6e9  # DDR4-3200; two channels, and with more cores one for four, as in hardware.toml
 )
-_CHANNEL_SHARE = 0.5
+_SHARE = 0.5  # of these that memory-bound kernels reach
 _LOOPBACK = Link(100e-6, 2e9)  # gloo between processes of a host
 
 
@@ -100,5 +100,4 @@ def processor(memory: int) -> DeviceSpec:
     if {"avx512_bf16", "amx_bf16"} & flags:
         flops["bf16"] = (8 if "amx_bf16" in flags else 2) * rate
     bandwidth = _CHANNEL_BYTES_PER_S * min(cores, max(2, cores // 4))
-    name = f"cpu-{cores}"
-    return DeviceSpec(name, "cpu", memory, flops, bandwidth, bandwidth, memory_share=_CHANNEL_SHARE)
+    return DeviceSpec(f"cpu-{cores}", "cpu", memory, flops, bandwidth, bandwidth, memory_share=_SHARE)
