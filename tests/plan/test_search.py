@@ -262,3 +262,13 @@ def test_a_layout_whose_state_does_not_fit_is_costed_once():
     found = search(config, shape, load_cluster(4, "h100"), "bf16", costs=Costs(memory, time_of))
     assert found.ranked == []
     assert len(asked) == len(set(asked)) < found.num_rejected
+
+
+def test_what_grows_with_the_micro_batch_is_no_reason_to_leave_smaller_ones_out():
+    def memory(workload):
+        copies = {"offload": 50 * GB * workload.config.train.micro_batch_size}
+        return RankMemory(0, (Moment("between steps", dict.fromkeys(CATEGORIES, 0) | copies),))
+
+    shape = resolve_shape(config_of().model, 1000)
+    found = search(config_of(), shape, load_cluster(2, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert {plan.workload.config.train.micro_batch_size for plan in found.ranked} == {1}

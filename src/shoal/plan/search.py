@@ -31,6 +31,7 @@ _MOST_SEQUENCES = 64  # in a micro-batch that is tried: larger ones are no faste
 _RECOMPUTE = ("none", "selective", "full")  # from the most memory to the least
 _ADDED = ("communication", "optimiser")  # by replicas; ZeRO adds more: a step takes at least the others
 _BOUND = 0.98  # of these others: to be on the safe side
+_STATE = ("weights", "gradients", "optimizer", "pipeline")  # between steps, for any micro-batch and recompute
 MEMORY, BESIDE_TP = "memory", "tp across nodes"  # reasons that are no rule's
 
 
@@ -243,18 +244,17 @@ class _Search:
             return
         key = (layout.pp, layout.tp, layout.zero, offload)
         time = self.costs.time(workload)
-        if time.total >= min(
-            self._limit_s(), self.ranked[key].time.total if key in self.ranked else math.inf
-        ):
+        known = self.ranked.get(key)
+        if time.total >= self._limit_s() or (known and time.total >= known.time.total):
             self.num_slower += 1
             return
         memory = self.costs.memory(workload)
-        self.held[layout, offload] = memory.moments[0].total
+        self.held[layout, offload] = sum(memory.moments[0].bytes[name] for name in _STATE)
         plan = Plan(workload, memory, time)
         if memory.total_bytes > usable:
             self._reject_too_large(plan)
         else:
-            self.num_slower += key in self.ranked
+            self.num_slower += known is not None
             self.ranked[key] = plan
 
     def _reject_too_large(self, plan: Plan) -> None:
