@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +21,23 @@ from tests.pool import Pool
 from tests.tiny_dataset import random_dataset
 from tests.train.commands import Running
 
+_NUMBERS = itertools.count()  # of tests
+
 
 def pytest_configure() -> None:
-    """Undo what a shell does to commands in its background: their children would not hear Ctrl-C."""
+    """Undo what a shell does to commands in its background: their children would not hear Ctrl-C.
+
+    Give the tests, and all processes that they start, a cache folder of their own.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Plans neither read nor change what the user has measured; matplotlib's list of fonts is slow to make.
+    os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache/matplotlib"))
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shoal-tests-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,6 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment() -> Iterator[None]:
     """Undo what a test does to the environment: a command run in this process chooses the interface, say."""
     before = dict(os.environ)
+    os.environ["XDG_CACHE_HOME"] += f"/{next(_NUMBERS)}"  # made where something is kept
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]

@@ -46,33 +46,12 @@ GRID = ("shoal", "bench", "gradsync", "--strategies", *STRATEGIES.split(" "), "-
 ONE_GBIT = ("--workers", "2", "--link", "1gbit")
 NETWORKS = ("src/shoal/networks", "src/shoal/bench/networks.py", "src/shoal/bench/frameworks")
 FIVE = ("--frameworks", "pytorch", "jax", "tensorflow", "paddle", "mxnet")
-TIMED = (
-    "fcn-r",
-    "alexnet-r",
-    "resnet-56",
-    "lstm",
-    *FIVE,
-    "--batch-sizes",
-    "32",
-    "128",
-    "--threads",
-    "1",
-    "2",
-)
-WORKERS = (
-    "fcn-r",
-    *FIVE,
-    "--batch-sizes",
-    "128",
-    "--threads",
-    "2",
-    "--workers",
-    "1",
-    "2",
-    "--modes",
-    "default",
-)
-LARGE = ("fcn-s", "alexnet-s", "resnet-50", "--batch-sizes", "16", "64", "--threads", "2", "--steps", "10")
+SIZES = "--batch-sizes 32 128 --threads 1 2"
+TIMED = ("fcn-r", "alexnet-r", "resnet-56", "lstm", *FIVE, *SIZES.split(" "))
+TWO_WORKERS = "--batch-sizes 128 --threads 2 --workers 1 2 --modes default"
+WORKERS = ("fcn-r", *FIVE, *TWO_WORKERS.split(" "))
+FEW_STEPS = "--batch-sizes 16 64 --threads 2 --steps 10"
+LARGE = ("fcn-s", "alexnet-s", "resnet-50", *FEW_STEPS.split(" "))
 CURVES = ("fcn-r", *FIVE, "--data", "datasets/mnist", "--modes", "default", "--steps", "45", "--threads", "2")
 PROOF = "make proof"
 MUTATED = (

@@ -342,7 +342,7 @@ def test_a_network_that_cannot_be_measured_is_refused_before_the_first_row(descr
 
 
 def test_a_changed_pin_installs_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "frameworks")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(environments.venv, "create", lambda folder, with_pip: folder.mkdir())
     ran = []
     done = type("Done", (), {"returncode": 0})
@@ -357,7 +357,7 @@ def test_a_changed_pin_installs_anew(monkeypatch, tmp_path):
 
 
 def test_a_framework_without_packages_for_this_python_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "frameworks")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     old = replace(ENVIRONMENTS["mxnet"], newest_python=(3, 10))
     monkeypatch.setitem(ENVIRONMENTS, "mxnet", old)
     with pytest.raises(InputError, match=r"mxnet has no packages for Python 3\.\d+\.\d+, the newest is 3.10"):

@@ -306,7 +306,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_row(tiny, changed, 
 
 
 def test_a_framework_that_is_not_installed_costs_its_rows_and_nothing_else(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = []
     measure(replace(tiny, frameworks=("jax", "pytorch")), [], rows.append)
     assert [(found.cell.framework, found.status) for found in rows] == [
@@ -317,7 +317,7 @@ def test_a_framework_that_is_not_installed_costs_its_rows_and_nothing_else(tiny,
 
 
 def test_environments_are_made_listed_and_removed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "frameworks")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(environments.venv, "create", lambda folder, with_pip: folder.mkdir())
     ran, status = [], SimpleNamespace(returncode=1, stderr="No matching distribution")
     monkeypatch.setattr(environments.subprocess, "run", lambda words, **_: ran.append(words) or status)
@@ -327,7 +327,9 @@ def test_environments_are_made_listed_and_removed(monkeypatch, tmp_path, capsys)
     status.returncode = 0
     assert environments.command(("jax",), ()) == 0
     assert "jax==0.10.2" in ran[-1]
-    assert environments.python_of("jax", {}) == str(tmp_path / "frameworks/jax/bin/python") == ran[-1][0]
+    assert (
+        environments.python_of("jax", {}) == str(tmp_path / "shoal/frameworks/jax/bin/python") == ran[-1][0]
+    )
     assert environments.python_of("jax", {"jax": "mine"}) == "mine"
     environments.command(("jax",), ())
     assert len(ran) == 2  # it is there

@@ -1,6 +1,7 @@
 """A run against its plan: refused before it starts, compared after 20 steps, explained without memory."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,20 +9,15 @@ import torch
 
 from shoal.config.load import load_config
 from shoal.errors import InputError
-from shoal.plan import calibration, grading, machine
+from shoal.plan import grading
 from shoal.plan.grading import PHASES, grade, out_of_memory, plan_run, remedies
 from shoal.runtime.device import Device
+from shoal.runtime.files import cache_folder
 from shoal.train.worker import _planned
-from tests.train.commands import shoal
+from tests import commands
+from tests.train.commands import arguments_of, shoal
 
 GB = 10**9
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A home of one's own, where calibration is kept."""
-    monkeypatch.setattr(machine, "FOLDER", tmp_path / ".cache/shoal")
-    return {"HOME": str(tmp_path)}
 
 
 def config_of(data, **settings):
@@ -40,7 +36,7 @@ def with_memory(monkeypatch, num_bytes):
     monkeypatch.setattr("shoal.plan.here.usable_memory", lambda: num_bytes)
 
 
-def test_what_cannot_fit_is_refused_with_what_would(data, home, monkeypatch):
+def test_what_cannot_fit_is_refused_with_what_would(data, monkeypatch):
     config = config_of(data)
     needed = plan_run(config, 2, 1)["memory"]["total_bytes"]
     with_memory(monkeypatch, int(2 * 0.95 * needed))
@@ -51,7 +47,7 @@ def test_what_cannot_fit_is_refused_with_what_would(data, home, monkeypatch):
     assert plan_run(config, 2, 1, force=True)["fits"] is False
 
 
-def test_what_the_planner_does_not_know_is_not_refused(data, home):
+def test_what_the_planner_does_not_know_is_not_refused(data):
     assert plan_run(config_of(data, sync={"strategy": "diloco"}), 2, 1) is None
     assert plan_run(load_config("fcn-r"), 1, 1) is None
     assert plan_run(config_of(data), 3, 1) is None  # training says why
@@ -62,7 +58,7 @@ def stored(data, folder, monkeypatch, processes=1):
     return json.loads((folder / "plan.json").read_text())
 
 
-def test_a_run_is_compared_by_the_median_without_its_first_steps(data, home, tmp_path, monkeypatch):
+def test_a_run_is_compared_by_the_median_without_its_first_steps(data, tmp_path, monkeypatch):
     plan = stored(data, tmp_path, monkeypatch)
     slow = dict.fromkeys((f"{name}_s" for name in PHASES), 9.0)
     usual = {f"{name}_s": 2 * plan["time"]["phases"][name] for name in PHASES}
@@ -80,7 +76,7 @@ def test_a_run_is_compared_by_the_median_without_its_first_steps(data, home, tmp
     assert plan["time"]["step_s"] < again <= step_s  # the next plan has learned
 
 
-def test_no_error_of_the_comparison_ends_a_run_or_hides_another(data, home, tmp_path, monkeypatch, capsys):
+def test_no_error_of_the_comparison_ends_a_run_or_hides_another(data, tmp_path, monkeypatch, capsys):
     device = Device(torch.device("cpu"), "gloo", "CPU")
     told = []
     monkeypatch.setattr("shoal.train.worker.log.info", told.append)
@@ -98,7 +94,7 @@ def test_no_error_of_the_comparison_ends_a_run_or_hides_another(data, home, tmp_
     assert "is not compared: " in capsys.readouterr().err
 
 
-def test_out_of_memory_names_three_remedies_the_cheapest_first(data, home, tmp_path, monkeypatch):
+def test_out_of_memory_names_three_remedies_the_cheapest_first(data, tmp_path, monkeypatch):
     stored(data, tmp_path, monkeypatch, 2)
     table = out_of_memory(tmp_path, 1, {"reserved_bytes": GB})
     lines = table.splitlines()
@@ -111,7 +107,7 @@ def test_out_of_memory_names_three_remedies_the_cheapest_first(data, home, tmp_p
     assert costs == sorted(costs)
 
 
-def test_remedies_that_fit_come_before_cheaper_ones_that_do_not(data, home, tmp_path, monkeypatch):
+def test_remedies_that_fit_come_before_cheaper_ones_that_do_not(data, tmp_path, monkeypatch):
     plan = grading.plan_of(stored(data, tmp_path, monkeypatch, 2), rank=0)
     sizes = [other.memory.total_bytes for _, other in remedies(plan)]
     device = plan.workload.cluster.device
@@ -123,20 +119,33 @@ def test_remedies_that_fit_come_before_cheaper_ones_that_do_not(data, home, tmp_
     assert next(other.fits for _, other in remedies(small))
 
 
-def test_a_real_run_stores_its_plan_and_compares_it(data, home, tmp_path):
-    status, screen = shoal(data, tmp_path / "run", "--train.steps", "20", "--nproc", "2", env=home)
+def test_a_real_run_stores_its_plan_and_compares_it(data, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    status, screen = shoal(data, tmp_path / "run", "--train.steps", "20", "--nproc", "2")
     assert status == 0, screen
     assert "plan compared with steps 6 to 20:" in screen
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     assert plan["layout"] == "dp2"
     assert plan["measured"]["step_s"] > 0
     assert plan["measured"]["memory"]["reserved_bytes"] > 0
-    assert calibration._file(tmp_path / ".cache/shoal").exists()
+    assert (tmp_path / ".cache/shoal/calibration.json").exists()
 
 
-def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
+def test_tests_leave_the_users_folder_as_it_is(data, tmp_path):
+    mine = cache_folder() / "calibration.json"
+    assert not mine.is_relative_to(Path.home())
+    users = Path.home() / ".cache/shoal/calibration.json"
+    before = users.exists() and users.stat().st_mtime_ns
+    status, screen = shoal(data, tmp_path / "run", "--train.steps", "20")
+    assert status == 0, screen
+    assert mine.exists()
+    assert (users.exists() and users.stat().st_mtime_ns) == before
+
+
+def test_layout_auto_trains_as_the_planner_chooses(data, tmp_path):
     words = ("--layout", "auto", "--nproc", "2", "--train.steps", "2")
-    status, screen = shoal(data, tmp_path / "run", *words, env=home)
+    status, screen = shoal(data, tmp_path / "run", *words)
     assert status == 0, screen
     chosen = next(line for line in screen.splitlines() if line.startswith("layout: "))
     plan = json.loads((tmp_path / "run/plan.json").read_text())
@@ -144,27 +153,37 @@ def test_layout_auto_trains_as_the_planner_chooses(data, home, tmp_path):
     assert f"  layout       {plan['layout']}: 2 processes" in screen
 
 
-def test_layout_auto_does_not_choose_what_is_given(data, home, tmp_path):
+def test_layout_auto_replaces_a_split_for_other_stages(data, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[parallel]\npp = 3\nsplit = [1, 1, 0]\n")
+    words = ("--layout", "auto", "--nproc", "2", "--train.steps", "1")
+    train, _, *options = arguments_of(data, tmp_path / "run", *words)
+    done = commands.run(train, str(file), *options, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert sum(load_config(str(tmp_path / "run/config.toml")).parallel.split) == 2
+
+
+def test_layout_auto_does_not_choose_what_is_given(data, tmp_path):
     for words, problem in (
         (("--parallel.tp", "1"), "--layout auto chooses parallel.tp, and so does --parallel.tp"),
         (("--nnodes", "2"), "--layout auto is for the processes that this command starts on one host"),
     ):
-        status, screen = shoal(data, tmp_path / "run", "--layout", "auto", *words, env=home)
+        status, screen = shoal(data, tmp_path / "run", "--layout", "auto", *words)
         assert status == 2
         assert problem in screen
 
 
-def test_a_planner_that_fails_stops_no_run(data, home, monkeypatch):
+def test_a_planner_that_fails_stops_no_run(data, monkeypatch):
     monkeypatch.setattr(grading, "plan_layout", lambda *facts: 1 / 0)
     assert plan_run(config_of(data), 1, 1) is None
 
 
-def test_a_calibration_that_cannot_be_kept_is_told_below_the_comparison(data, home, tmp_path, monkeypatch):
+def test_a_calibration_that_cannot_be_kept_is_told_below_the_comparison(data, tmp_path, monkeypatch):
     plan = stored(data, tmp_path, monkeypatch)
     usual = {f"{name}_s": plan["time"]["phases"][name] for name in PHASES}
     lines = [{"step": n, "seconds": 1.0, **usual} for n in range(1, 21)]
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(machine, "FOLDER", tmp_path / "file/below")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/below"))
     table = grade(tmp_path, lines, {}).splitlines()
     assert any(line.startswith("  step ") for line in table)
     assert table[-1].startswith("  not kept for later plans: ")
@@ -173,13 +192,13 @@ def test_a_calibration_that_cannot_be_kept_is_told_below_the_comparison(data, ho
 BIG = ("--model.n_layers", "12", "--model.d_model", "262144", "--model.n_heads", "16")  # 40 TB of weights
 
 
-def test_a_real_run_that_cannot_fit_is_refused_and_with_force_told_what_to_do(data, home, tmp_path):
-    status, screen = shoal(data, tmp_path / "run", *BIG, env=home)
+def test_a_real_run_that_cannot_fit_is_refused_and_with_force_told_what_to_do(data, tmp_path):
+    status, screen = shoal(data, tmp_path / "run", *BIG)
     assert status == 2
     assert "does not fit: a rank needs" in screen
     assert not (tmp_path / "run").exists()
     words = ("--nproc", "2", "--max-restarts", "0", "--max-time", "60")
-    status, screen = shoal(data, tmp_path / "run", *BIG, *words, "--force", "--verbose", env=home)
+    status, screen = shoal(data, tmp_path / "run", *BIG, *words, "--force", "--verbose")
     assert status == 1
     table, error = screen.index("ran out of memory under dp2"), screen.index("Traceback")
     assert table < error

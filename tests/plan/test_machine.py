@@ -1,5 +1,6 @@
 """Measured rates: stored, read with limits, used where the device is this machine; laws fitted to times."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from shoal.config.layout import Layout
 from shoal.config.load import load_config
 from shoal.errors import InputError
 from shoal.models.shape import resolve_shape
-from shoal.plan import machine, measure_machine
+from shoal.plan import here, machine, measure_machine
+from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
 from shoal.plan.machine import Machine, load_machine, rates_of, save_machine
 from shoal.plan.measure_machine import fit_law
@@ -39,15 +41,54 @@ def test_nothing_measured_is_none(tmp_path):
 
 
 def test_the_rates_measured_here_count_for_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cluster = MEASURED.cluster(2)
     config = load_config("tiny")
     workload = Workload(config, resolve_shape(config.model, 256), Layout(), MEASURED.cluster(1), "fp32")
     before = step_time(workload).total
-    save_machine(MEASURED, tmp_path)
+    save_machine(MEASURED)
     assert rates_of(cluster.device, 2, "fp32").law("product") == LAWS["product"]
     assert step_time(workload).total != before
     assert cluster.device.memory_bytes == 4 << 30
+
+
+def test_processes_beyond_the_measured_ones_share_the_cores():
+    """Four cores: as many processes start their calls at once, and any number shares operations and bytes."""
+    alone = {"product": Law(1e-11, 1e-11, 1e-6), "memory": Law(0.0, 5e-11, 1e-6)}
+    measured = dataclasses.replace(MEASURED, devices=4, laws={"1": {"fp32": alone}, "2": {"fp32": LAWS}})
+    for processes, work, calls in ((2, 1, 1), (4, 2, 1), (16, 8, 4)):
+        law = measured.rates(processes, "fp32").law("product")
+        assert law == pytest.approx((work * 2e-11, 0.0, calls * 1e-6))
+        assert measured.cluster(processes).device.flops["fp32"] == pytest.approx(5e10 / work)
+        assert measured.cluster(processes).device.memory_bytes_per_s == pytest.approx(1e10 / work)
+    assert measured.rates(1, "fp32").laws == alone
+    gpus = dataclasses.replace(measured, kind="cuda", devices=8)
+    assert gpus.rates(8, "fp32").laws == LAWS
+
+
+def test_a_measured_gpu_has_the_tables_peaks_and_copies_and_its_own_rates(tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 2)
+    table = load_cluster(2, "h100", 1)
+    measured = Machine("NVIDIA H100 80GB HBM3", "cuda", 2, 79 << 30, {"1": {"bf16": LAWS}}, {}, 0.8, 2e10)
+    monkeypatch.setattr(here, "load_machine", lambda: measured)
+    cluster = here.this_machine("auto")
+    assert cluster.device == dataclasses.replace(table.device, name=machine.HERE, memory_bytes=79 << 30)
+    assert (cluster.inside, cluster.across) == (table.inside, table.across)
+    assert measured.rates(2, "bf16").laws == LAWS
+    other = dataclasses.replace(measured, name="NVIDIA X1")
+    monkeypatch.setattr(here, "load_machine", lambda: other)
+    monkeypatch.setattr(here, "gpu_names", lambda: ["NVIDIA X1"] * 2)
+    device = here.this_machine("auto").device
+    assert (device.host_bytes_per_s, device.memory_bytes_per_s) == (2e10, 1e10)
+    assert device.flops == pytest.approx({"bf16": 5e10})
+    save_machine(other, tmp_path)
+    assert load_machine(tmp_path) == other
+
+
+def test_copies_to_the_device_are_timed(monkeypatch):
+    monkeypatch.setattr(measure_machine, "_COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(measure_machine, "_COPYING_S", 0.01)
+    assert 1e7 < measure_machine.host_copies(select_device("cpu", 0, 1)) < 1e13
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from shoal.config.load import load_config
 from shoal.errors import EXIT_FAILED, InputError
 from shoal.plan import command as module
 from shoal.plan import here
+from shoal.plan.cluster import load_cluster
 
 H100 = ("--gpu", "h100", "--gpus", "8")
+ONE = ("gpt2", "--gpu", "h100", "--gpus", "1")
 
 
 def planned(capsys, *arguments):
@@ -98,6 +100,29 @@ def test_apply_changes_the_lines_of_the_choice_alone(capsys, tmp_path):
     assert load_config(str(new)).model == load_config("gpt2").model
 
 
+def test_apply_takes_out_a_split_for_another_number_of_stages(capsys, tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[parallel]\npp = 2\nsplit = [\n  3, 9,  # layers\n]\nzero = 0\n")
+    assert planned(capsys, mine, "--gpu", "h100", "--gpus", "1", "--apply", mine)[0] == 0
+    assert (load_config(str(mine)).parallel.pp, load_config(str(mine)).parallel.split) == (1, ())
+    mine.write_text("[parallel]\npp = 2\nsplit = [3, 9]\n")
+    fixed = ("--parallel.pp", 2, "--parallel.schedule", "1f1b")
+    assert planned(capsys, mine, "--gpu", "h100", "--gpus", "2", *fixed, "--apply", mine)[0] == 0
+    assert "split = [3, 9]" in mine.read_text()
+
+
+def test_apply_says_how_to_train(capsys, tmp_path):
+    new = tmp_path / "new.toml"
+    _, screen = planned(capsys, "gpt2", "--gpu", "h100", "--gpus", 8, "--nodes", 4, "--apply", new)
+    assert screen.splitlines()[-1].endswith(f"shoal train {new} --nproc 8 --nnodes 4 --rdzv HOST:29500")
+    _, screen = planned(capsys, "gpt2", *H100, "--apply", new)
+    assert screen.splitlines()[-1] == f"written; train with: shoal train {new} --nproc 8"
+    small = ("--layout", "1", "--gpu", "rtx3090", "--gpus", 1)
+    status, screen = planned(capsys, "gpt2-8b", *small, "--apply", new)
+    assert status == EXIT_FAILED
+    assert screen.splitlines()[-1] == f"written to {new}, although it does not fit"
+
+
 def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
     mine = tmp_path / "mine.toml"
     mine.write_text("train = { micro_batch_size = 4, global_batch_size = 64 }\n")
@@ -122,8 +147,10 @@ def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
         (("gpt2", *H100, "--layout", "dp3"), "--layout dp3 is for 3 devices, and the cluster has 8"),
         (("gpt2", *H100, "--layout", "pp8+interleaved"), "over 16 pipeline stages leaves a stage without"),
         (("gpt2", *H100, "--parallel.pp", "16"), "does not divide the 8 devices"),
-        (("gpt2", "--gpu", "h100", "--gpus", "1", "--parallel.zero", "3"), "has the settings that are given"),
+        ((*ONE, "--parallel.zero", "0", "--parallel.offload"), "has the settings that are given"),
         (("gpt2", "--cluster", "/no/such.toml"), "/no/such.toml cannot be read"),
+        (("gpt2", "--cluster", "c.toml", "--gpus", "8"), "--cluster and --gpus both describe the cluster"),
+        (("gpt2", "--cluster", "c.toml", "--link", "1gbit"), "leave --link out, and write it into c.toml"),
         (("fcn-r",), "model.network = fcn-r: decoders alone are planned"),
         (("gpt2", *H100, "--json", "/no/folder/x.json"), "there is no such folder"),
         (("gpt2-8b", "--gpu", "rtx3090", "--gpus", "1"), "no layout of 1 device is legal and fits"),
@@ -162,6 +189,12 @@ def test_this_machine_is_its_processor_where_no_gpu_is_wanted(monkeypatch):
     cluster = here.this_machine("cpu")
     assert (cluster.world_size, cluster.device.kind, cluster.device.memory_bytes) == (4, "cpu", 2e9)
     assert set(cluster.device.flops) == {"fp32"}
+    for cores, table in ((2, "cpu-2"), (8, "cpu-8"), (32, "cpu-32")):
+        monkeypatch.setattr(here, "physical_cores", lambda cores=cores: cores)
+        device, known = here.processor(0), load_cluster(1, table).device
+        assert device.memory_bytes_per_s == pytest.approx(known.memory_bytes_per_s)
+        assert device.memory_share == known.memory_share
+    monkeypatch.setattr(here, "physical_cores", lambda: 4)
     assert here.this_machine("cpu", 2).device.memory_bytes == 4e9
 
 

@@ -84,20 +84,54 @@ def every_candidate(config, gpus, gigabytes):
                 check_rules(workload.config, layout, shape)
             except ConfigError:
                 continue
-            memory = memory_in(gigabytes)(workload)
-            if memory.total_bytes <= module.USABLE * cluster.device.memory_bytes:
-                yield Plan(workload, memory, time_of(workload))
+            yield Plan(workload, memory_in(gigabytes)(workload), time_of(workload))
+
+
+def fits(plan):
+    return plan.memory.total_bytes <= module.USABLE * plan.workload.cluster.device.memory_bytes
 
 
 @pytest.mark.parametrize("gigabytes", [1.0, 20.0, 60.0])
 def test_pruning_loses_no_candidate(gigabytes):
     best = {}
-    for plan in every_candidate(config_of(), 8, gigabytes):
+    for plan in filter(fits, every_candidate(config_of(), 8, gigabytes)):
         layout = plan.workload.layout
         key = (layout.pp, layout.tp, layout.zero, plan.workload.config.parallel.offload)
         best[key] = min(best.get(key, float("inf")), plan.time.total)
     found = searched(config_of(), 8, gigabytes, best=6)
     assert [plan.time.total for plan in found.ranked] == pytest.approx(sorted(best.values())[:6])
+
+
+def test_each_candidate_is_counted_once():
+    """A layout that the rules exclude counts once for all that would divide it further."""
+    none, some, all_of_them = (searched(config_of(), 8, gigabytes, best=3) for gigabytes in (1e3, 20.0, 1.0))
+    legal = [
+        plan
+        for plan in every_candidate(config_of(), 8, 1e3)
+        if plan.workload.layout.pp > 1 or plan.workload.layout.schedule == "1f1b"
+    ]
+    assert none.ranked == []
+    assert none.num_slower == 0
+    assert [one.count for one in none.rejected if one.reason == module.MEMORY] == [len(legal)]
+    assert none.num_candidates == some.num_candidates == all_of_them.num_candidates
+
+
+def test_a_gpu_by_itself_keeps_state_in_host_memory_where_it_does_not_fit():
+    def memory(workload):
+        held = 0 if workload.config.parallel.offload else 100 * GB
+        parts = dict.fromkeys(CATEGORIES, 0) | {"optimizer": held}
+        return RankMemory(0, (Moment("between steps", parts),))
+
+    config = config_of()
+    shape = resolve_shape(config.model, 1000)
+    found = search(config, shape, load_cluster(1, "h100"), "bf16", costs=Costs(memory, time_of))
+    words = {str(plan).partition(",")[0] for plan in found.ranked}
+    assert words == {"zero1x1", "zero2x1", "zero3x1"}
+    assert all(plan.workload.config.parallel.offload for plan in found.ranked)
+    on_cpu = search(config, shape, load_cluster(2, "cpu-2"), "fp32", costs=Costs(memory_in(0.001), time_of))
+    assert not any(
+        plan.workload.config.parallel.offload for plan in on_cpu.ranked
+    )  # it changes nothing there
 
 
 def test_what_the_user_has_given_stays():
@@ -175,3 +209,66 @@ def test_512_gpus_are_searched_in_seconds(preset, gpus, gpu):
     assert found.ranked
     assert found.num_candidates > 1_000
     assert time.process_time() - began < 10
+
+
+def test_inputs_in_host_memory_that_are_asked_for_are_kept_with_all_recomputed():
+    config = config_of(train={"recompute_offload": True})
+    found = searched(config, fixed={"train.recompute_offload"})
+    settings = {
+        (p.workload.config.train.recompute, p.workload.config.train.recompute_offload) for p in found.ranked
+    }
+    assert settings == {("full", True)}
+    none = searched(config, fixed={"train.recompute_offload", "train.recompute"})
+    assert none.ranked == []
+    assert none.rejected[0].sentence.startswith("train.recompute_offload = true with train.recompute = none")
+
+
+def test_a_split_that_is_asked_for_leaves_layouts_with_as_many_stages():
+    config = config_of(parallel={"split": (1, 3)})
+    found = searched(config, fixed={"parallel.split"})
+    assert {plan.workload.layout.stages for plan in found.ranked} == {2}
+    assert {plan.workload.config.parallel.split for plan in found.ranked} == {(1, 3)}
+    assert any("names 2 stages, and dp8 has 1" in one.sentence for one in found.rejected)
+    free = searched(config)
+    assert {p.workload.config.parallel.split for p in free.ranked if p.workload.layout.stages != 2} == {()}
+
+
+def test_the_fastest_is_found_where_less_recompute_needs_less_memory():
+    """Full recompute makes all of a block's activations again, beside what earlier blocks still hold."""
+
+    def memory(workload):
+        how = workload.config.train.recompute
+        size = {"none": 200, "selective": 40, "full": 90}[how] * GB
+        parts = dict.fromkeys(CATEGORIES, 0) | {"activations": size}
+        return RankMemory(0, (Moment("between steps", dict.fromkeys(CATEGORIES, 0)), Moment("loss", parts)))
+
+    config = config_of()
+    shape = resolve_shape(config.model, 1000)
+    found = search(config, shape, load_cluster(2, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert found.ranked
+    assert {plan.workload.config.train.recompute for plan in found.ranked} == {"selective"}
+
+
+def test_a_layout_whose_state_does_not_fit_is_costed_once():
+    asked = []
+
+    def memory(workload):
+        asked.append((workload.layout, workload.config.parallel.offload))
+        parts = dict.fromkeys(CATEGORIES, 0) | {"optimizer": 100 * GB}
+        return RankMemory(0, (Moment("between steps", parts),))
+
+    config = config_of()
+    shape = resolve_shape(config.model, 1000)
+    found = search(config, shape, load_cluster(4, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert found.ranked == []
+    assert len(asked) == len(set(asked)) < found.num_rejected
+
+
+def test_what_grows_with_the_micro_batch_is_no_reason_to_leave_smaller_ones_out():
+    def memory(workload):
+        copies = {"offload": 50 * GB * workload.config.train.micro_batch_size}
+        return RankMemory(0, (Moment("between steps", dict.fromkeys(CATEGORIES, 0) | copies),))
+
+    shape = resolve_shape(config_of().model, 1000)
+    found = search(config_of(), shape, load_cluster(2, "h100"), "bf16", costs=Costs(memory, time_of))
+    assert {plan.workload.config.train.micro_batch_size for plan in found.ranked} == {1}

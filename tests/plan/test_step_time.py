@@ -1,5 +1,6 @@
 """Step times by phase: what must grow, shrink or stay as settings and layouts change."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
 from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
-from shoal.plan.rates import Law, Rates
+from shoal.plan.rates import Law, Rates, table_rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
-from shoal.plan.workload import Workload, weight_shapes
+from shoal.plan.weights import weight_shapes
+from shoal.plan.workload import Workload
 from shoal.train import clock
 
 
@@ -100,9 +102,27 @@ def test_zero_3_gathers_more_often_than_zero_1():
     assert three > 1.5 * one
 
 
+def test_offloaded_shards_are_copied_for_every_micro_batch_of_zero_3():
+    """On one GPU nothing is exchanged, so that all that is waited for are copies to and from host memory."""
+    parallel = {"parallel": {"offload": True}}
+    waited = {}
+    for zero, batch in itertools.product((1, 3), (8, 32)):
+        train = {"micro_batch_size": 1, "seq_len": 64, "global_batch_size": batch}
+        waited[zero, batch] = step_time(work(f"zero{zero}x1", train=train, **parallel)).phases["shard"]
+    assert 0 < waited[1, 8] == pytest.approx(waited[1, 32])
+    assert waited[3, 32] == pytest.approx(4 * waited[3, 8])
+    assert step_time(work("zero3x1")).phases["shard"] == 0
+
+
 def test_the_optimiser_updates_only_the_own_shard():
     whole, shard = (step_time(work(words)).phases["optimiser"] for words in ("dp8", "zero1x8"))
     assert whole == pytest.approx(8 * shard, rel=0.1)
+
+
+def test_an_update_in_place_reads_nothing_in_vain_on_a_processor():
+    for gpu, dtype, ratio in (("cpu-2", "fp32", 2 / 3), ("a100-80", "bf16", 1.0)):
+        rates = table_rates(load_cluster(1, gpu).device, dtype)
+        assert rates.law("optimiser").byte_s == pytest.approx(ratio * rates.law("memory").byte_s)
 
 
 def test_measured_rates_replace_the_tables():

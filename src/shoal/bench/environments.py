@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.errors import InputError, ShoalError, nearest
+from shoal.runtime.files import cache_folder
 
-FOLDER = Path.home() / ".cache" / "shoal" / "frameworks"
 _READY = "ready"  # the packages that are installed; is there once all are
 
 
@@ -50,6 +50,10 @@ GIVEN = {
 FRAMEWORKS = ("pytorch", *ENVIRONMENTS, *GIVEN)
 
 
+def _folder(framework: str) -> Path:
+    return cache_folder() / "frameworks" / framework
+
+
 def check_names(names: tuple[str, ...]) -> None:
     """Raise an InputError for a framework that has no adapter."""
     for name in names:
@@ -65,12 +69,12 @@ def python_of(framework: str, given: Mapping[str, str]) -> str | None:
         return shutil.which("caffe") if framework == "caffe" else None
     if framework not in ENVIRONMENTS:
         return sys.executable
-    return str(FOLDER / framework / "bin" / "python") if _has(framework) == "yes" else None
+    return str(_folder(framework) / "bin" / "python") if _has(framework) == "yes" else None
 
 
 def _has(framework: str) -> str:
     """Say whether a framework is installed, with the versions of today."""
-    mark = FOLDER / framework / _READY
+    mark = _folder(framework) / _READY
     if not mark.exists():
         return "no"
     return "yes" if mark.read_text() == ENVIRONMENTS[framework].pins else "other versions"
@@ -94,7 +98,7 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
                 f"{name} runs in Shoal's own environment", hint="nothing is to be installed or removed"
             )
     for name in uninstall:
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+        shutil.rmtree(_folder(name), ignore_errors=True)
     for name in install:
         _install(name, console)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -110,7 +114,7 @@ def command(install: tuple[str, ...], uninstall: tuple[str, ...]) -> int:
 
 
 def _install(name: str, console: Console) -> None:
-    folder, one = FOLDER / name, ENVIRONMENTS[name]
+    folder, one = _folder(name), ENVIRONMENTS[name]
     if _has(name) == "yes":
         console.print(f"{name} is installed in {folder}")
         return
@@ -120,12 +124,13 @@ def _install(name: str, console: Console) -> None:
             f"{name} has no packages for Python {sys.version.split()[0]}, the newest is {newest}",
             hint=f"install it into a Python {newest} yourself: --python {name}=PATH",
         )
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(FOLDER).free / 1e6
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free / 1e6
     console.print(f"{name}: {one.pins}, some {one.size_mb} MB in {folder}")
     if free < 2 * one.size_mb:  # pip's downloads need room, too
         raise InputError(
-            f"{free:,.0f} MB are free in {FOLDER}, and {name} needs {2 * one.size_mb:,}", hint="make room"
+            f"{free:,.0f} MB are free in {folder.parent}, and {name} needs {2 * one.size_mb:,}",
+            hint="make room",
         )
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation has left
     venv.create(folder, with_pip=True)

@@ -297,17 +297,21 @@ def _choose_layout(
         )
     _, resolved = _resolve(config, overrides, None, init)
     fixed = {f"{section}.{name}" for section, values in overrides.items() for name in values}
-    plan = choose_layout(resolved, fixed, nproc or 0, nnodes)
+    plan = choose_layout(resolved, fixed, nproc or 0)
     words = str(plan.workload.layout)
     print(f"layout: {plan}", flush=True)
     given = [words if (a, b) == ("--layout", "auto") else b for a, b in pairwise(sys.argv)]
     sys.argv[1:] = [f"--layout={words}" if word == "--layout=auto" else word for word in given]
-    for section, values in settings_of_choice(plan).items():
+    for section, values in settings_of_choice(plan, resolved).items():
         for name, value in values.items():
             if name not in overrides.get(section, {}) and value != getattr(getattr(resolved, section), name):
                 overrides.setdefault(section, {})[name] = value
                 option = f"--{section}.{'' if value is not False else 'no-'}{name.replace('_', '-')}"
-                sys.argv += [option] if isinstance(value, bool) else [option, str(value)]
+                if isinstance(value, bool):
+                    sys.argv.append(option)
+                else:
+                    each = value if isinstance(value, tuple) else (value,)
+                    sys.argv += [word for one in each for word in (option, str(one))]
     return words
 
 
@@ -317,10 +321,8 @@ def _plan(resolved: Config, workers: int, nnodes: int, force: bool) -> dict[str,
 
     if launched_by_us() or read_replica_group() is not None:
         return None
-    try:
-        from shoal.plan.grading import plan_run
-    except RuntimeError:  # a user without a home
-        return None
+    from shoal.plan.grading import plan_run
+
     if (info := read_rank_info()) is not None:
         workers, nnodes = info.local_world_size, info.world_size // info.local_world_size
     return plan_run(resolved, workers, nnodes, force=force)

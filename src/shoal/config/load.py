@@ -68,7 +68,7 @@ def to_toml(config: Config, *, given_only: bool = False) -> str:
     for section, model in config:
         names = model.model_fields_set if given_only else type(model).model_fields
         lines = [
-            f"{name} = {_toml_value(value)}" for name, value in model if value is not None and name in names
+            f"{name} = {toml_value(value)}" for name, value in model if value is not None and name in names
         ]
         if lines:
             blocks.append("\n".join([f"[{section}]", *lines]))
@@ -128,12 +128,13 @@ def _in_another_section(name: str) -> str:
     return f"did you mean {found}.{name}?" if found else ""
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a setting as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in escaped) + '"'
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)

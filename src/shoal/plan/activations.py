@@ -22,6 +22,7 @@ class BlockBytes:
     products: int  # results of linear layers, all that recompute = selective keeps beside the stream
     recomputed_saved: int  # of `saved`, what is made again where the products are kept
     workspace: int  # of the backward pass, at its largest
+    result: int  # of its attention, and of its MLP
     weight_copies: int  # under autocast
 
     @property
@@ -76,7 +77,7 @@ def block_bytes(workload: Workload) -> BlockBytes:
     mlp_work = stream + wide * (1 if gpt2 else 2) + whole_gradient
     matrices = (2 * d * q + 2 * d * kv + (2 if gpt2 else 3) * d * shape.d_ff // layout.tp) if low else 0
     return BlockBytes(
-        stream, saved, products, again, max(mlp_work, attention_work + stream - mlp), size * matrices
+        stream, saved, products, again, max(mlp_work, attention_work + stream - mlp), inner, size * matrices
     )
 
 
@@ -93,7 +94,7 @@ def end_bytes(workload: Workload) -> EndBytes:
     return EndBytes(
         saved=4 * own * shape.d_model + _norm_bytes(workload, own) + inner + table,
         logits=logits,
-        loss_workspace=2 * 4 * chunk,
+        loss_workspace=4 * chunk * (2 if size == 2 else 1),  # in fp32, and its exponentials
         workspace=inner,
         norm_workspace=4 * own * shape.d_model * (5 if decomposed else 2),
         table=table,

@@ -19,7 +19,7 @@ from rich.table import Table
 from shoal.bench.ranks import on_ranks
 from shoal.bench.record import begin, describe
 from shoal.config import rules
-from shoal.config.layout import Layout, parse_layout, resolve_layout, settings_of
+from shoal.config.layout import Layout, parse_layout, resolve_layout
 from shoal.config.sections import Config, Sync
 from shoal.config.sync_rules import STRATEGIES, check_sync, reads_reduce_dtype
 from shoal.data.synthetic import write_dataset
@@ -269,8 +269,6 @@ def _layout(config: Config, options: AdviseOptions) -> Layout:
     """Return the planned layout; reject one without replicas, and numbers of hosts that do not fit."""
     if options.layout is not None:
         layout = parse_layout(options.layout)
-        parallel = config.parallel.model_copy(update=settings_of(layout))
-        layout = resolve_layout(parallel, layout.world_size)
     else:
         processes = options.nproc or (ranks_of_run(options.run_dir) if options.run_dir else 2)
         layout = resolve_layout(config.parallel, processes)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.plan import machine
+from shoal.plan.machine import stored
 from shoal.plan.step_time import INSIDE, PHASES, StepTime
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import cache_folder, read_json, write_json
 
 PRIOR = 2  # steps
 _MOST = 50  # measurements of a phase that are kept, the newest
@@ -109,16 +109,11 @@ def _keys(device: str, dtype: str, setting: str) -> list[str]:
 
 
 def _file(folder: Path | None) -> Path:
-    return (folder or machine.FOLDER) / "calibration.json"
+    return (folder or cache_folder()) / "calibration.json"
 
 
 def _read(folder: Path | None) -> Ratios:
-    file = _file(folder)
-    try:
-        state = file.stat()
-    except OSError:
-        return {}
-    return _load(file, state.st_mtime_ns, state.st_size)
+    return stored(_file(folder), _load) or {}
 
 
 @functools.lru_cache(maxsize=4)  # a search asks for each of its layouts

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal.config.layout import Layout, parse_layout
-from shoal.config.load import config_from_toml, read_toml, to_toml
+from shoal.config.load import config_from_toml, read_toml, to_toml, toml_value
 from shoal.config.sections import Config
 from shoal.data.dataset import Dataset, open_dataset
 from shoal.errors import EXIT_DONE, EXIT_FAILED, ConfigError, InputError, counted
@@ -33,10 +33,10 @@ from shoal.runtime.files import check_targets, write_json, write_text
 from shoal.runtime.startup import loading
 
 _GPT2_IDS = 50257  # vocabulary without a dataset
-CHOSEN = (  # what a search decides, and `apply` writes
-    *((("parallel", name)) for name in ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload")),
-    *((("train", name)) for name in ("micro_batch_size", "recompute", "recompute_offload")),
-)
+CHOSEN = {  # what a search decides, and `apply` writes, by section
+    "parallel": ("tp", "pp", "zero", "dp_shard", "sequence", "schedule", "offload", "split"),
+    "train": ("micro_batch_size", "recompute", "recompute_offload"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def command(config: Config, name: str, options: PlanOptions, fixed: Collection[s
     Exit status: 0 it fits, 1 it does not.
     """
     _check(options)
-    fixed = {name for name in fixed if tuple(name.split(".")) in CHOSEN}
     datasets = [open_dataset(Path(path)) for path in config.data.datasets]
     shape = shape_of(config, datasets)
     config = _with_length(config, options, datasets)
@@ -99,9 +98,22 @@ def command(config: Config, name: str, options: PlanOptions, fixed: Collection[s
         show.draw(plan, name, options.plot)
     if options.apply is not None:
         apply(plan.workload.config, options.apply)
-        nproc = plan.workload.cluster.per_node
-        console.print(f"written; train with: shoal train {options.apply} --nproc {nproc}", soft_wrap=True)
+        console.print(_how_to_train(plan, options.apply), soft_wrap=True, markup=False)
     return EXIT_DONE if plan.fits else EXIT_FAILED
+
+
+def _how_to_train(plan: Plan, path: Path) -> str:
+    """Return the command that trains with a file into which a choice was written."""
+    if not plan.fits:
+        return f"written to {path}, although it does not fit"
+    cluster = plan.workload.cluster
+    words = f"shoal train {path} --nproc {cluster.per_node}"
+    if cluster.nodes == 1:
+        return f"written; train with: {words}"
+    return (
+        f"written; train with, on each of the {cluster.nodes} nodes, where HOST is the first: "
+        f"{words} --nnodes {cluster.nodes} --rdzv HOST:29500"
+    )
 
 
 def shape_of(config: Config, datasets: Sequence[Dataset]) -> ModelShape:
@@ -195,16 +207,18 @@ def choose(config: Config, shape: ModelShape, clusters: Sequence[Cluster], fixed
     Raises:
         ConfigError: No layout is legal and fits, with the reason for most, and what would admit one.
     """
+    fixed = {f"{section}.{name}" for section, names in CHOSEN.items() for name in names} & set(fixed)
     all_found = []
     for cluster in clusters:
         dtype = dtype_on(config, cluster)
-        all_found.append(search(config, shape, cluster, dtype, fixed=fixed, costs=costs_on(cluster, dtype)))
+        costs = costs_on(cluster, dtype)
+        all_found.append(search(config, shape, cluster, dtype, fixed=fixed, costs=costs))
     best = min(all_found, key=lambda one: one.ranked[0].time.total if one.ranked else math.inf)
     if best.ranked:
         others = [plan for found in all_found if found is not best for plan in found.ranked[:1]]
         ranked = sorted([*best.ranked, *others], key=lambda plan: plan.time.total)
         return replace(best, ranked=ranked)
-    cluster, rejected = clusters[-1], all_found[-1].rejected
+    rejected = all_found[-1].rejected
     if not rejected:
         raise ConfigError(
             f"no layout of {counted(cluster.world_size, 'device')} has the settings that are given",
@@ -214,14 +228,7 @@ def choose(config: Config, shape: ModelShape, clusters: Sequence[Cluster], fixed
     raise ConfigError(
         f"no layout of {counted(cluster.world_size, 'device')} is legal and fits: {reason.sentence} "
         f"({reason.count} of {all_found[-1].num_rejected} layouts)",
-        hint=smallest_change(
-            config,
-            shape,
-            cluster,
-            dtype_on(config, cluster),
-            fixed=fixed,
-            costs=costs_on(cluster, dtype_on(config, cluster)),
-        ),
+        hint=smallest_change(config, shape, cluster, dtype, fixed=fixed, costs=costs),
     )
 
 
@@ -262,16 +269,22 @@ def apply(config: Config, path: Path) -> None:
         write_text(path, to_toml(config, given_only=True))
         return
     text = read_toml(path)
-    wanted = [(section, name, getattr(getattr(config, section), name)) for section, name in CHOSEN]
+    wanted = [
+        (section, name, getattr(getattr(config, section), name))
+        for section, names in CHOSEN.items()
+        for name in names
+    ]
+    if config_from_toml(text, str(path)).parallel.split == config.parallel.split:
+        wanted.remove(("parallel", "split", config.parallel.split))
     for section, name, value in wanted:
-        text = _with_setting(text, section, name, _toml(value))
+        text = _with_setting(text, section, name, toml_value(value))
     try:
         found = config_from_toml(text, str(path))
         edited = all(getattr(getattr(found, section), name) == value for section, name, value in wanted)
     except ConfigError:
         edited = False
     if not edited:
-        lines = "; ".join(f"{section}.{name} = {_toml(value)}" for section, name, value in wanted)
+        lines = "; ".join(f"{section}.{name} = {toml_value(value)}" for section, name, value in wanted)
         raise InputError(f"{path} cannot be edited line by line", hint=f"write these by hand: {lines}")
     write_text(path, text)
 
@@ -284,19 +297,9 @@ def _with_setting(text: str, section: str, name: str, value: str) -> str:
     start = heading.end()
     following = re.search(r"(?m)^\s*\[", text[start:])
     end = start + following.start() if following else len(text)
-    line = rf"(?m)^(\s*{name}\s*=\s*)(\"[^\"]*\"|'[^']*'|[\w.+-]+)"
+    line = rf"(?m)^(\s*{name}\s*=\s*)(\"[^\"]*\"|'[^']*'|\[[^\]]*\]|[\w.+-]+)"
     body, count = re.subn(line, lambda old: old[1] + value, text[start:end], count=1)
     return text[:start] + (body if count else f"\n{name} = {value}{text[start:end]}") + text[end:]
-
-
-def _toml(value: bool | int | str) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )
 
 
 def _check(options: PlanOptions) -> None:
@@ -307,6 +310,12 @@ def _check(options: PlanOptions) -> None:
             )
     if options.epochs is not None and options.tokens is not None:
         raise InputError("--epochs and --tokens set the same value", hint="leave one of the two out")
+    described = [name for name in ("gpu", "gpus", "nodes", "link") if getattr(options, name)]
+    if options.cluster is not None and described:
+        raise InputError(
+            f"--cluster and --{described[0]} both describe the cluster",
+            hint=f"leave --{described[0]} out, and write it into {options.cluster}",
+        )
     for name, number in (("gpus", options.gpus), ("nodes", options.nodes)):
         if number < 0:
             raise InputError(f"--{name} {number}: must be at least 1", hint=f"for example --{name} 8")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.layout import Layout, parse_layout, resolve_layout
+from shoal.config.layout_rules import cut_evenly
 from shoal.config.load import validate
 from shoal.config.sections import Config
 from shoal.config.sync_rules import strategy_of
@@ -21,6 +22,7 @@ from shoal.models.shape import resolve_shape
 from shoal.plan.calibration import add_measurement
 from shoal.plan.cluster import Cluster, DeviceSpec
 from shoal.plan.command import (
+    CHOSEN,
     PlanOptions,
     choose,
     clusters_of,
@@ -71,13 +73,11 @@ def plan_run(config: Config, nproc: int, nnodes: int, *, force: bool = False) ->
     except Exception:  # what cannot be planned can be trained all the same
         return None
     if _cannot_fit(plan) and not force:
-        available = cluster.device.memory_bytes
         what = "of the device" if cluster.device.kind == "cuda" else "available to each process here"
-        changes = remedies(plan)
-        fitting = ", or ".join(words for words, other in changes if other.fits)
+        fitting = ", or ".join(words for words, other in remedies(plan) if other.fits)
         raise InputError(
             f"{plan} does not fit: a rank needs {gigabytes(plan.memory.total_bytes)} at the peak "
-            f"({plan.memory.peak.name}), of {gigabytes(available)} {what}",
+            f"({plan.memory.peak.name}), of {gigabytes(cluster.device.memory_bytes)} {what}",
             hint=f"use {fitting or '`shoal plan`, which searches layouts'}; --force starts all the same",
         )
     return record_of(plan)
@@ -91,8 +91,8 @@ def _cannot_fit(plan: Plan) -> bool:
     return statistics.mean(rank.total_bytes for rank in memory_of(plan.workload)) > device.memory_bytes
 
 
-def choose_layout(config: Config, fixed: set[str], nproc: int, nnodes: int) -> Plan:
-    """Return the fastest plan that fits on this machine, and as many others like it.
+def choose_layout(config: Config, fixed: set[str], nproc: int) -> Plan:
+    """Return the fastest plan that fits on this machine.
 
     `nproc` 0: all GPUs, or the number of processes that is best for the processor.
 
@@ -100,8 +100,7 @@ def choose_layout(config: Config, fixed: set[str], nproc: int, nnodes: int) -> P
         ConfigError: No layout is legal and fits.
     """
     shape = shape_of(config, [open_dataset(Path(path)) for path in config.data.datasets])
-    clusters = clusters_of(config, PlanOptions(gpus=nproc))
-    return choose(config, shape, [replace(one, nodes=nnodes) for one in clusters], fixed).ranked[0]
+    return choose(config, shape, clusters_of(config, PlanOptions(gpus=nproc)), fixed).ranked[0]
 
 
 def grade(run_dir: Path, lines: Sequence[Mapping[str, Any]], measured: Measured) -> str:
@@ -191,12 +190,16 @@ def plan_of(stored: Mapping[str, Any], rank: int) -> Plan:
     return replace(plan, memory=memory_of(plan.workload)[rank // (layout.dp * layout.tp)])
 
 
-def settings_of_choice(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the settings that a search has chosen beside the layout, by section."""
-    config = plan.workload.config
-    names = ("micro_batch_size", "recompute", "recompute_offload")
-    train = {name: getattr(config.train, name) for name in names}
-    return {"train": train, "parallel": {"offload": config.parallel.offload}}
+def settings_of_choice(plan: Plan, given: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings that a search has chosen beside the layout, by section.
+
+    A split that was given, for another number of stages, is replaced by an even one.
+    """
+    w, split = plan.workload, plan.workload.config.parallel.split
+    train = {name: getattr(w.config.train, name) for name in CHOSEN["train"]}
+    if given.parallel.split and not split:
+        split = tuple(cut_evenly(w.shape.n_layers, w.layout.stages))
+    return {"train": train, "parallel": {"offload": w.config.parallel.offload, "split": split}}
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Layout, dict[str, Any], bool]]:

@@ -21,8 +21,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 _GPU_NODES = tuple(Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd"))  # also of other drivers
 _OTHERS = ("nvl", "laptop", "maxq", "gh200")  # GPUs that have names of the table in theirs, and other sizes
 _GHZ = 3.0  # of cores whose clock Linux does not tell
-_BYTES_PER_S = 10e9  # of memory, for each core, up to the channels of a usual processor
-_CHANNELS = 5
+_CHANNEL_BYTES_PER_S = (
+    25.6e9  # DDR4-3200; two channels, and with more cores one for four, as in hardware.toml
+)
+_SHARE = 0.5  # of these that memory-bound kernels reach
 _LOOPBACK = Link(100e-6, 2e9)  # gloo between processes of a host
 
 
@@ -53,14 +55,15 @@ def this_machine(device: str, processes: int = 0) -> Cluster:
             f"{count} processes, but this machine has {len(names)} GPUs",
             hint="plan for another machine with --gpu and --gpus, or use --runtime.device cpu",
         )
-    if machine is not None and machine.kind == "cuda" and machine.name == names[0]:
-        return machine.cluster(count)
     words = re.sub(r"[^a-z0-9]", "", names[0].lower())
     known = () if any(other in words for other in _OTHERS) else device_names()
     found = next((name for name in known if all(part in words for part in name.split("-"))), None)
-    if found is None:
+    in_table = load_cluster(count, found, 1) if found else None
+    if machine is not None and machine.kind == "cuda" and machine.name == names[0]:
+        return machine.cluster(count, in_table)
+    if in_table is None:
         raise InputError(f"{names[0]} is not in the planner's table", hint="describe it with --cluster FILE")
-    return load_cluster(count, found, 1)
+    return in_table
 
 
 def _is_here(machine: Machine) -> bool:
@@ -96,5 +99,5 @@ def processor(memory: int) -> DeviceSpec:
     flops = {"fp32": rate}
     if {"avx512_bf16", "amx_bf16"} & flags:
         flops["bf16"] = (8 if "amx_bf16" in flags else 2) * rate
-    bandwidth = _BYTES_PER_S * min(cores, _CHANNELS)
-    return DeviceSpec(f"cpu-{cores}", "cpu", memory, flops, bandwidth, bandwidth)
+    bandwidth = _CHANNEL_BYTES_PER_S * min(cores, max(2, cores // 4))
+    return DeviceSpec(f"cpu-{cores}", "cpu", memory, flops, bandwidth, bandwidth, memory_share=_SHARE)

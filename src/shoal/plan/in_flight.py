@@ -15,6 +15,7 @@ class InFlight:
     counts: tuple[int, ...]  # micro-batches whose activations are held
     stage: int  # whose backward pass begins
     done: tuple[int, ...]  # backward passes so far, with all gradients
+    follows_forward: bool  # the newest of them has just been through its forward pass
     put_off: tuple[int, ...] = (0, 0)  # micro-batches whose gradients of weights are still to come
 
 
@@ -27,7 +28,7 @@ def in_flight(layout: Layout, rank: int, num_microbatches: int) -> list[InFlight
     kept: dict[tuple[object, ...], InFlight] = {}
     for one in _backward_passes(layout, rank, num_microbatches):
         is_last = one.done[one.stage] == num_microbatches - 1
-        key = one.stage, tuple(map(bool, one.done)), is_last
+        key = one.stage, tuple(map(bool, one.done)), one.follows_forward, is_last
         for order in (sum, _of_last):  # the last stage may hold logits
             place = *key, order
             if place not in kept or order(one.counts) > order(kept[place].counts):
@@ -45,7 +46,8 @@ def _backward_passes(layout: Layout, rank: int, count: int) -> Iterator[InFlight
         return
     ahead = layout.pp - rank if layout.schedule == "1f1b" or layout.pp == 1 else count
     for done in sorted({*range(min(count, 3)), count - 1}):
-        yield InFlight((min(ahead, count - done),), 0, (done,))
+        held = min(ahead, count - done)
+        yield InFlight((held,), 0, (done,), done == 0 or held == ahead < count)
 
 
 def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
@@ -61,10 +63,10 @@ def _two_stages(layout: Layout, rank: int, count: int) -> Iterator[InFlight]:
         if op >= warmup:
             stage = 1 - (op - warmup) // a_round % 2
             put_off = waiting.count(0), waiting.count(1)
-            yield InFlight((held[0], held[1]), stage, (done[0], done[1]), put_off)
+            yield InFlight((held[0], held[1]), stage, (done[0], done[1]), op < 2 * count, put_off)
             waiting.append(stage)
             if not split or op - warmup >= rank:
                 held[waiting[0]] -= 1
                 done[waiting.pop(0)] += 1
-    yield InFlight((1, 1), 1, (count - 1, count - 1))
-    yield InFlight((1, 0), 0, (count - 1, count))
+    yield InFlight((1, 1), 1, (count - 1, count - 1), False)
+    yield InFlight((1, 0), 0, (count - 1, count), False)

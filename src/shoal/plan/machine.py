@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.errors import InputError
 from shoal.plan.cluster import Cluster, DeviceSpec
 from shoal.plan.link_cost import Link
 from shoal.plan.rates import BACKWARD, COLLECTIVES, KERNELS, Law, Rates, table_rates
-from shoal.runtime.files import read_json, write_json
+from shoal.runtime.files import cache_folder, read_json, write_json
 
 HERE = "here"  # name of this machine's device
-FOLDER = Path.home() / ".cache" / "shoal"
 _VERSION = 2
+T = TypeVar("T")
 _MOST_BYTES = 1 << 20
+_HOST_BYTES_PER_S = 15.75e9  # PCIe 3.0 x16, for a GPU whose copies were not measured
 _MOST = 1e3  # seconds of an operation, a byte or a call that are believed
 
 
@@ -32,20 +34,48 @@ class Machine:
     laws: dict[str, dict[str, dict[str, Law]]]
     links: dict[str, Link]  # between two processes, by collective; none where only one was measured
     overlap: float  # see Rates
+    host_bytes_per_s: float = 0.0  # of copies between a GPU and page-locked host memory; 0: not measured
 
     def rates(self, processes: int, dtype: str) -> Rates | None:
         """Return the rates of one of so many processes of a node; None for a format that was not measured."""
-        busy = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
-        laws = busy.get(dtype)
-        return Rates(laws, self.links, 1.0, self.overlap, "measured here") if laws else None
+        laws = self._laws(processes).get(dtype)
+        return Rates(laws, self.links, 1.0, self.overlap) if laws else None
 
-    def cluster(self, processes: int) -> Cluster:
-        """Return this machine with so many processes; peaks are the rates of large products."""
-        laws = self.laws["1" if processes == 1 or "2" not in self.laws else "2"]
+    def _laws(self, processes: int) -> dict[str, dict[str, Law]]:
+        """Return the laws of one of so many processes, by format; GPUs are not shared.
+
+        The threads of one process use all cores as those of two do, so that further processes divide the
+        operations and bytes of a second among more. A call takes one core, and waits for it where there are
+        more processes than cores.
+        """
+        measured = 1 if processes == 1 or "2" not in self.laws else 2
+        laws = self.laws[str(measured)]
+        if self.kind == "cuda" or processes <= measured:
+            return laws
+        work, calls = processes / measured, processes / min(processes, max(measured, self.devices))
+        return {
+            dtype: {
+                kernel: Law(law.flop_s * work, law.byte_s * work, law.call_s * calls)
+                for kernel, law in each.items()
+            }
+            for dtype, each in laws.items()
+        }
+
+    def cluster(self, processes: int, known: Cluster | None = None) -> Cluster:
+        """Return this machine with so many processes.
+
+        `known` is the same as the hardware table has it, if its GPUs are in there: its peaks, copies to host
+        memory, links to other nodes and price count. Otherwise peaks are the rates of large products.
+        """
+        if known is not None:
+            device = replace(known.device, name=HERE, memory_bytes=self.memory_bytes)
+            return replace(known, device=device, inside=self.links.get("all_reduce", known.inside))
+        laws = self._laws(processes)
         share = 1 if self.kind == "cuda" else processes
         flops = {name: 1 / max(each["product"].flop_s, 1e-20) for name, each in laws.items()}
         memory = 1 / max(next(iter(laws.values()))["memory"].byte_s, 1e-20)
-        device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, memory, 0.0, 1.0, 1.0)
+        host = memory if self.kind == "cpu" else self.host_bytes_per_s or _HOST_BYTES_PER_S
+        device = DeviceSpec(HERE, self.kind, self.memory_bytes / share, flops, memory, host, 0.0, 1.0, 1.0)
         link = self.links.get("all_reduce", Link(100e-6, 1e9))
         return Cluster(device, processes, 1, link, link)
 
@@ -69,12 +99,16 @@ def load_machine(folder: Path | None = None) -> Machine | None:
     Raises:
         InputError: The file holds something else.
     """
-    file = (folder or FOLDER) / "machine.json"
+    return stored((folder or cache_folder()) / "machine.json", _load)
+
+
+def stored(file: Path, load: Callable[[Path, int, int], T]) -> T | None:
+    """Return what `load` makes of a file, the moment of its last change and its size; None without a file."""
     try:
         state = file.stat()
     except OSError:
         return None
-    return _load(file, state.st_mtime_ns, state.st_size)
+    return load(file, state.st_mtime_ns, state.st_size)
 
 
 @functools.lru_cache(maxsize=4)
@@ -102,16 +136,15 @@ def _load(file: Path, _changed_ns: int, size: int) -> Machine:
         if kind not in ("cuda", "cpu") or not all(link.bytes_per_s for link in links.values()):
             raise ValueError("no kind of device, or a link without bandwidth")
         devices, memory = int(_number(found["devices"])), int(_number(found["memory_bytes"]))
-        return Machine(
-            str(found["name"]), kind, devices, memory, laws, links, min(1.0, _number(found["overlap"]))
-        )
+        overlap, host = min(1.0, _number(found["overlap"])), _number(found.get("host_bytes_per_s", 0.0))
+        return Machine(str(found["name"]), kind, devices, memory, laws, links, overlap, host)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{file} is not a file of measured rates: {error}", hint=remedy) from error
 
 
 def save_machine(machine: Machine, folder: Path | None = None) -> Path:
     """Store measurements for later plans; return the file."""
-    file = (folder or FOLDER) / "machine.json"
+    file = (folder or cache_folder()) / "machine.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     links = {name: [link.latency_s, link.bytes_per_s] for name, link in machine.links.items()}
     write_json(file, {"version": _VERSION, **vars(machine), "links": links})

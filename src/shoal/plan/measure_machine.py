@@ -64,10 +64,12 @@ _LOGITS = ((512, 512), (1024, 3072), (128, 50304))
 _UPDATED = ((1 << 20, 128), (1 << 22, 64), (1 << 24, 16))  # parameters, more than a cache holds, in tensors
 _EXCHANGED = (1 << 14, 1 << 17, 1 << 20, 1 << 23)  # bytes
 _TICK_S = 1e-6
-_EXCHANGES = 9
+_BESIDE = 16  # products
+_COPIED_BYTES, _COPYING_S = 64 << 20, 0.5
 _BUCKET = 4 << 20  # numbers that are exchanged while products are computed
 
 
+_Act = Callable[[], Any]
 _Row = tuple[float, float, float, float]  # operations, bytes, calls, seconds
 
 
@@ -97,9 +99,17 @@ def measure(seconds: float = 120.0, folder: Path | None = None) -> Machine:
         laws[str(processes)], links, overlap = found
     memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else physical_memory()
     kind = "cuda" if device.is_cuda else "cpu"
-    machine = Machine(device.name, kind, count, memory, laws, links, overlap)  # type: ignore[arg-type]
+    host = host_copies(device) if device.is_cuda else 0.0
+    machine = Machine(device.name, kind, count, memory, laws, links, overlap, host)  # type: ignore[arg-type]
     save_machine(machine, folder)
     return machine
+
+
+def host_copies(on: Device) -> float:
+    """Return the bytes a second of a copy between host memory, page-locked for a GPU, and the device."""
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=on.is_cuda)
+    here = torch.empty_like(there, device=on.torch_device)
+    return _COPIED_BYTES / statistics.median(repeat(lambda: here.copy_(there), on, _COPYING_S))
 
 
 def _measure(
@@ -118,7 +128,9 @@ def _measure(
     if not for_links:
         return laws, {}, 0.0
     tell("exchanges between two processes")
-    return laws, _links(transport, on, for_links * 0.7), _overlap(transport, on)
+    links = _links(transport, on, for_links * 0.7)
+    overlap = _overlap(transport, on, links["all_reduce"], for_links * 0.3) if "all_reduce" in links else 0.0
+    return laws, links, overlap
 
 
 def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) -> dict[str, Law]:
@@ -143,6 +155,11 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
         row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
         rows.setdefault(case.kernel + BACKWARD, []).append(row)
     return {kernel: fit_law(found) for kernel, found in rows.items()}
+
+
+def _in_turn(first: _Act, second: _Act) -> None:
+    first()
+    second()
 
 
 def _next(turns: Iterator[_Case]) -> None:
@@ -190,13 +207,14 @@ def fit_law(rows: Sequence[_Row]) -> Law:
 def _links(transport: Transport, on: Device, seconds: float) -> dict[str, Link]:
     """Return a link for each collective along tp, with the copies around it. Collective."""
     axis = Axis(init_device_mesh(transport.device.type, (transport.size,)), lambda _: nullcontext())
-    size, links = transport.size, {}
+    size, compute, links = transport.size, _products(on, 1), {}
     for name in COLLECTIVES:
         costs, times = [], []
         for num_bytes in _EXCHANGED:
             whole = torch.zeros(size, num_bytes // 4 // size, device=transport.device)
-            act = functools.partial(getattr(axis, name), whole[0] if name == "all_gather" else whole)
-            times.append(_added(transport, on, act, seconds / len(COLLECTIVES) / len(_EXCHANGED)))
+            exchange = functools.partial(getattr(axis, name), whole[0] if name == "all_gather" else whole)
+            both = functools.partial(_in_turn, compute, exchange)
+            times.append(_added(transport, on, compute, both, seconds / len(COLLECTIVES) / len(_EXCHANGED)))
             own = num_bytes / size if name == "all_gather" else num_bytes
             costs.append(
                 all_reduce_cost("chunked_ring", size, own)
@@ -208,28 +226,33 @@ def _links(transport: Transport, on: Device, seconds: float) -> dict[str, Link]:
     return links
 
 
-def _added(transport: Transport, on: Device, exchange: Callable[[], Any], seconds: float) -> float:
-    """Return what an exchange adds to the time of the computing before it. Collective.
+def _added(transport: Transport, on: Device, compute: _Act, with_exchange: _Act, seconds: float) -> float:
+    """Return what an exchange adds to the time of computing. Collective.
 
     In a step, ranks come to an exchange at different times, and its tensors are not in a cache: that takes
     longer than one exchange after another.
     """
-    a = torch.randn(512 * _SCALE[on.torch_device.type], 512, device=transport.device)
-    b = torch.randn(512, 512, device=transport.device)
-
-    def both() -> None:
-        a @ b
-        exchange()
-
-    both()
+    with_exchange()
     alone: list[float] = []
     together: list[float] = []
     until = time.perf_counter() + seconds
     while _goes_on(transport, len(alone) < 3 or time.perf_counter() < until):
         barrier(transport)
-        alone.append(_once(lambda: a @ b, on))
-        together.append(_once(both, on))
+        alone.append(_once(compute, on))
+        together.append(_once(with_exchange, on))
     return max(_TICK_S, statistics.median(together) - statistics.median(alone))
+
+
+def _products(on: Device, count: int) -> _Act:
+    """Return the computing beside exchanges: matrix products."""
+    a = torch.randn(512 * _SCALE[on.torch_device.type], 512, device=on.torch_device)
+    b = torch.randn(512, 512, device=on.torch_device)
+
+    def act() -> None:
+        for _ in range(count):
+            a @ b
+
+    return act
 
 
 def _goes_on(transport: Transport, wish: bool) -> bool:
@@ -239,34 +262,18 @@ def _goes_on(transport: Transport, wish: bool) -> bool:
     return bool(wishes.item())
 
 
-def _overlap(transport: Transport, on: Device) -> float:
-    """Return the part of an exchange that computing hides, of the shorter one's time. Collective."""
-    buffer = torch.zeros(_BUCKET, device=transport.device)
-    a = torch.randn(512, 512, device=transport.device)
+def _overlap(transport: Transport, on: Device, link: Link, seconds: float) -> float:
+    """Return the part of an exchange that computing beside it hides. Collective."""
+    buffer, compute = torch.zeros(_BUCKET, device=on.torch_device), _products(on, _BESIDE)
 
-    def exchange() -> None:
-        dist.all_reduce(buffer)
-
-    once = statistics.median(repeat(lambda: a @ a, on, 0.2))
-    barrier(transport)
-    communicating = statistics.median(
-        [_once(exchange, on) for _ in range(_EXCHANGES)]
-    )  # as many on each rank
-    shared = torch.tensor([communicating / once], device=transport.device)
-    dist.all_reduce(shared)  # the same number of products on all ranks
-    count = max(1, int(shared.item() / transport.size))
-
-    def both() -> None:
+    def beside() -> None:
         work = dist.all_reduce(buffer, async_op=True)
-        for _ in range(count):
-            a @ a
+        compute()
         if work is not None:
             work.wait()
 
-    barrier(transport)
-    together = statistics.median([_once(both, on) for _ in range(_EXCHANGES)])
-    hidden = communicating + count * once - together
-    return min(1.0, max(0.0, hidden / min(communicating, count * once)))
+    after = all_reduce_cost("chunked_ring", transport.size, 4 * _BUCKET).seconds(link)
+    return min(1.0, max(0.0, 1 - _added(transport, on, compute, beside, seconds) / after))
 
 
 def _once(act: Callable[[], Any], on: Device) -> float:

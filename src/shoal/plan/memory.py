@@ -145,6 +145,7 @@ class _Rank:
         self.ends = self.whole - self.block_weights * self.num_blocks
         self.table = 4 * shape.padded_vocab_size // layout.tp * shape.d_model
         self.has_first, self.has_last = self.stages[0].start == 0, self.stages[-1].stop == shape.n_layers
+        self.is_tied = shape.tie_embeddings and self.has_first and self.has_last
         self.is_ddp = layout.dp_replicate > 1 and layout.tp * layout.pp == 1 and not layout.zero
 
     def memory(self) -> RankMemory:
@@ -219,17 +220,36 @@ class _Rank:
             held.activations += number * (others + (end.saved if end else self.block.stream))
             held.activations += put_off * len(some) * self.block.put_off * (some.start > 0)
             held.logits += number * end.logits if end else 0
+        if now.follows_forward:
+            yield self._forward(held, layers)
         if self.layout.pp > 1 and self.layout.schedule == "zero_bubble" and layers.start:
             yield from self._split(held, state)
             return
         if layers.stop == self.shape.n_layers:
-            yield from self._loss(held, state)
+            yield from self._head(held, state)
         yield from self._layers(held, state)
+        if zero == 3:
+            held.communication -= 2 * self.block_weights
         if layers.start == 0:
-            held.activations += 2 * self.block.stream + self.table  # a gradient as dense as the table
+            # A gradient as dense as the table; of a tied one, the sum with the head's is a third.
+            held.activations += 2 * self.block.stream + self.table * (1 + self.is_tied)
             yield self._moment("backward of the embedding", held)
         if zero > 1 or (zero and state.is_last):
             yield self._reduction_of_ends(held, state)
+
+    def _forward(self, held: _Held, layers: range) -> Moment:
+        """Return the end of a forward pass, until which autocast's cache holds copies of all weights.
+
+        It holds none of the weights that are cut twice, which are no leaves.
+        """
+        more = 0
+        if self.recompute != "none" and not (self.layout.zero and self.layout.tp > 1):
+            more = self.block.weight_copies * len(layers)
+        if layers.stop == self.shape.n_layers:
+            more += self.end.loss_workspace
+        gathered = held.communication - self.block_weights * (self.layout.zero == 3)
+        now = replace(held, activations=held.activations + more, communication=gathered)
+        return self._moment("loss" if layers.stop == self.shape.n_layers else "forward", now)
 
     def _split(self, held: _Held, state: _Pass) -> Iterator[Moment]:
         """Yield the moments of a backward pass whose gradients of weights come later.
@@ -264,12 +284,9 @@ class _Rank:
                 total += 4 * ends.sharded(self.layout.dp_shard)
         return total
 
-    def _loss(self, held: _Held, state: _Pass) -> Iterator[Moment]:
-        """Yield the loss and the head's backward pass; leave what is held after them."""
+    def _head(self, held: _Held, state: _Pass) -> Iterator[Moment]:
+        """Yield the backward pass of the head and the last norm; leave what is held after it."""
         end = self.end
-        copies = self.block.weight_copies * len(state.layers) if self.recompute != "none" else 0
-        more = copies + end.loss_workspace
-        yield self._moment("loss", replace(held, activations=held.activations + more))
         if self.layout.zero == 3:  # as they are sent, and cut into weights
             now = replace(held, communication=held.communication + self.ends - 2 * self.block_weights)
             yield self._moment("gathering of the ends", now)
@@ -281,8 +298,8 @@ class _Rank:
         held.logits -= end.logits
         held.activations -= end.saved
         more = end.norm_workspace
-        tied = self.shape.tie_embeddings and self.has_first and self.has_last
-        if tied or self.layout.zero:  # held until the embedding's is added, or all of the ends is scattered
+        # It is held until the embedding's is added, or all of the ends is scattered.
+        if self.is_tied or self.layout.zero:
             held.activations += self.table
         elif not state.has_gradients:
             held.gradients += self.table
@@ -298,7 +315,7 @@ class _Rank:
         if self.recompute == "full":
             work += chunk * (block.saved + block.weight_copies) + (chunk - 1) * block.stream
         elif self.recompute == "selective":
-            work += block.recomputed_saved + block.weight_copies
+            work += block.recomputed_saved + block.weight_copies - block.result  # that of its MLP is read
         inputs, others = self._kept(chunk)
         scatter = self.block_weights if zero > 1 or (zero and state.is_last) else 0
         accumulated = zero == 1 and not state.is_first

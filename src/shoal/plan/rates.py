@@ -19,19 +19,8 @@ from shoal.plan.link_cost import Link
 
 BACKWARD = " backward"  # suffix of the law of a kernel's backward pass
 # What a rate can be measured of; kernels without a law of their own take that of "memory".
-KERNELS = (
-    "product",
-    "attention",
-    "norm",
-    "gelu",
-    "swiglu",
-    "add",
-    "rotate",
-    "loss",
-    "memory",
-    "optimiser",
-    "layer",
-)
+KERNELS: tuple[str, ...] = ("product", "attention", "norm", "gelu", "swiglu", "add", "rotate", "loss")
+KERNELS += ("memory", "optimiser", "layer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the queue is full
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, 2023, section 4) and 35 % of an H100's (Shah et
@@ -39,6 +28,9 @@ _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the que
 _ATTENTION_SHARE = {"cuda": 0.7, "cpu": 0.5}
 _LINK_SHARE = 0.8  # of a link's peak, that large NCCL transfers reach
 _OVERLAP = {"cuda": 0.9, "cpu": 0.3}
+# A copy reads first what it will overwrite, and so moves 3 bytes for 2 that are counted (J. McCalpin,
+# STREAM); an update in place needs what it reads.
+_IN_PLACE = {"cuda": 1.0, "cpu": 2 / 3}
 _SLOW_FORMAT = 50  # times: products of a format that a CPU does not have in hardware (see runtime.device)
 
 
@@ -61,7 +53,6 @@ class Rates:
     links: Mapping[str, Link] = field(default_factory=dict)  # measured in a node, by collective
     link_share: float = _LINK_SHARE  # of the bandwidth of a link that was not measured
     overlap: float = _OVERLAP["cuda"]  # hidden seconds of an exchange of one second beside computing
-    source: str = field(default="hardware table", compare=False)
 
     def law(self, kernel: str) -> Law:
         """Return the law of a kernel, or of the nearest one that there is."""
@@ -89,5 +80,6 @@ def table_rates(device: DeviceSpec, dtype: str) -> Rates:
         "product": Law(flop_s, byte_s, call_s),
         "attention": Law(flop_s / _ATTENTION_SHARE[device.kind], byte_s, call_s),
         "memory": Law(0.0, byte_s, call_s),
+        "optimiser": Law(0.0, byte_s * _IN_PLACE[device.kind], call_s),
     }
     return Rates(laws, overlap=_OVERLAP[device.kind])

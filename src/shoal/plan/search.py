@@ -2,8 +2,8 @@
 
 A candidate is a layout with a micro-batch size, recompute and offload. Costs are asked for in the order of a
 lower bound, the computation of a step without anything that sharding and replicas add, and not at all where
-the bound says that they cannot matter: a candidate needs more memory than one that does not fit, or its
-computation alone takes longer than the whole step of the layouts found.
+the bound says that they cannot matter: the computation alone takes longer than the whole step of the
+layouts found, or what is held between steps, whatever the micro-batch and recompute, does not fit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.config import rules
-from shoal.config.layout import SCHEDULES, Layout, settings_of
+from shoal.config.layout import SCHEDULES, Layout, under
 from shoal.config.layout_rules import check_layout
 from shoal.config.sections import Config
 from shoal.config.sync_rules import check_sync
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, counted
 from shoal.models.shape import ModelShape
 from shoal.plan.cluster import Cluster
 from shoal.plan.memory import RankMemory, worst
@@ -31,6 +31,7 @@ _MOST_SEQUENCES = 64  # in a micro-batch that is tried: larger ones are no faste
 _RECOMPUTE = ("none", "selective", "full")  # from the most memory to the least
 _ADDED = ("communication", "optimiser")  # by replicas; ZeRO adds more: a step takes at least the others
 _BOUND = 0.98  # of these others: to be on the safe side
+_STATE = ("weights", "gradients", "optimizer", "pipeline")  # between steps, for any micro-batch and recompute
 MEMORY, BESIDE_TP = "memory", "tp across nodes"  # reasons that are no rule's
 
 
@@ -79,20 +80,20 @@ class Found:
 
     ranked: list[Plan]  # the best of each layout, fastest first
     rejected: list[Rejected]  # the most frequent reason first
-    num_candidates: int
-    num_slower: int  # that fit the rules, and cannot be among the ranked
+    num_slower: int  # that fit the rules, and are not among the ranked
 
     @property
     def num_rejected(self) -> int:
         """Candidates that a rule excludes, or the memory."""
         return sum(one.count for one in self.rejected)
 
+    @property
+    def num_candidates(self) -> int:
+        """All candidates; those that a rule excludes before they are divided further count once."""
+        return len(self.ranked) + self.num_slower + self.num_rejected
 
-class _Part(NamedTuple):
-    """A candidate without what ZeRO and replicas decide."""
 
-    bound_s: float
-    workload: Workload
+_Part = tuple[float, Workload]  # a candidate without what ZeRO and replicas decide, after its lower bound
 
 
 @dataclass
@@ -106,23 +107,21 @@ class _Search:
     best: int
     rejected: dict[str, Rejected] = field(default_factory=dict)
     ranked: dict[object, Plan] = field(default_factory=dict)
-    too_large: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
-    num_candidates: int = 0
+    held: dict[object, int] = field(default_factory=dict)  # bytes between steps, by layout and offload
     num_slower: int = 0
 
     def run(self) -> Found:
-        parts = sorted(self._parts(), key=lambda part: part.bound_s)
-        for part in parts:
-            variants = list(self._variants(part.workload.layout))
-            self.num_candidates += len(variants)
-            if part.bound_s >= self._limit_s():
+        for bound_s, workload in sorted(self._parts(), key=lambda part: part[0]):
+            variants = list(self._variants(workload.layout))
+            if bound_s >= self._limit_s():
                 self.num_slower += len(variants)
                 continue
             for layout, offload in variants:
-                self._try(part.workload, layout, offload)
-        ranked = sorted(self.ranked.values(), key=lambda plan: plan.time.total)[: self.best]
+                self._try(workload, layout, offload)
+        ranked = sorted(self.ranked.values(), key=lambda plan: plan.time.total)
         rejected = sorted(self.rejected.values(), key=lambda one: -one.count)
-        return Found(ranked, rejected, self.num_candidates, self.num_slower)
+        slower = self.num_slower + len(ranked[self.best :])
+        return Found(ranked[: self.best], rejected, slower)
 
     def _limit_s(self) -> float:
         """Return the step time that a further layout has to beat."""
@@ -145,7 +144,8 @@ class _Search:
                     )
                     continue
                 for layout in self._frames(frame):
-                    yield from self._micro_batches(layout)
+                    if self._has_given_split(layout):
+                        yield from self._micro_batches(layout)
 
     def _frames(self, frame: Layout) -> Iterator[Layout]:
         for schedule in self._choose("parallel.schedule", SCHEDULES):
@@ -155,30 +155,44 @@ class _Search:
                 if frame.tp > 1 or not sequence:
                     yield replace(frame, schedule=schedule, sequence=sequence)
 
+    def _has_given_split(self, layout: Layout) -> bool:
+        """Say whether a layout has as many stages as the split that the user has fixed, if any."""
+        split = self.config.parallel.split if "parallel.split" in self.fixed else ()
+        if not split or len(split) == layout.stages:
+            return True
+        self._reject(
+            "split",
+            f"parallel.split = {list(split)} names {counted(len(split), 'stage')}, and {layout} has "
+            f"{layout.stages}",
+        )
+        return False
+
     def _micro_batches(self, layout: Layout) -> Iterator[_Part]:
         share, rest = divmod(self.config.train.global_batch_size, layout.dp)
         given = self.config.train
         sizes = [given.micro_batch_size] if rest else [n for n in _divisors(share) if n <= _MOST_SEQUENCES]
         for size in self._choose("train.micro_batch_size", sizes):
-            for recompute in self._choose("train.recompute", _RECOMPUTE):
+            for recompute in self._recomputes():
                 workload = self._workload(layout, size, recompute, offload=False)
                 if self._is_legal(workload):
                     time = self.costs.time(workload)
-                    yield _Part(_BOUND * (time.total - sum(time.phases[n] for n in _ADDED)), workload)
+                    yield _BOUND * (time.total - sum(time.phases[n] for n in _ADDED)), workload
 
     def _variants(self, frame: Layout) -> Iterator[tuple[Layout, bool]]:
         """Yield the ways to divide the data-parallel ranks, each without and with offload."""
         dp = frame.dp
+        on_host = (False, True) if self.cluster.device.kind == "cuda" else (False,)
         for zero in self._choose("parallel.zero", range(4)):
-            for shard in self._choose("parallel.dp_shard", _divisors(dp)[1:]) if zero else [1]:
+            for shard in self._choose("parallel.dp_shard", _divisors(dp)[1:] or [1]) if zero else [1]:
                 shard = shard or dp
                 if dp % shard:
                     self._reject("sizes", f"dp_shard {shard} does not divide {dp} data-parallel ranks")
                     continue
                 layout = replace(frame, zero=zero, dp_shard=shard, dp_replicate=dp // shard)
                 alone = zero > 0 and layout.world_size == shard
-                for offload in self._choose("parallel.offload", (False, True)):
-                    if alone or not offload:
+                is_cut = not zero or shard > 1 or "parallel.zero" in self.fixed
+                for offload in self._choose("parallel.offload", on_host):
+                    if alone if offload else is_cut:  # on one GPU, ZeRO is for offload alone
                         yield layout, offload
 
     def _choose(self, name: str, values: Iterable[Any]) -> Sequence[Any]:
@@ -188,9 +202,19 @@ class _Search:
         section, _, field_name = name.partition(".")
         return [getattr(getattr(self.config, section), field_name)]
 
+    def _recomputes(self) -> Sequence[str]:
+        """Return the values of recompute to try: inputs in host memory, where they are fixed, need full."""
+        if self._inputs_on_host() and "train.recompute" not in self.fixed:
+            return ["full"]
+        return self._choose("train.recompute", _RECOMPUTE)
+
+    def _inputs_on_host(self) -> bool:
+        return self.config.train.recompute_offload and "train.recompute_offload" in self.fixed
+
     def _workload(self, layout: Layout, size: int, recompute: str, *, offload: bool) -> Workload:
         train = {"micro_batch_size": size, "recompute": recompute}
-        train["recompute_offload"] = self.config.train.recompute_offload and recompute == "full"
+        wanted = self.config.train.recompute_offload and recompute == "full"
+        train["recompute_offload"] = wanted or self._inputs_on_host()
         return workload_of(self.config, layout, self.shape, self.cluster, self.dtype, train, offload=offload)
 
     def _is_legal(self, workload: Workload) -> bool:
@@ -214,53 +238,27 @@ class _Search:
         workload = self._workload(layout, size, recompute, offload=offload)
         if (layout.zero or offload) and not self._is_legal(workload):
             return
-        if self._is_known_too_large(workload):
+        usable = USABLE * self.cluster.device.memory_bytes
+        if self.held.get((layout, offload), 0) > usable:
             self._reject(MEMORY, "")
             return
         key = (layout.pp, layout.tp, layout.zero, offload)
         time = self.costs.time(workload)
-        if time.total >= min(
-            self._limit_s(), self.ranked[key].time.total if key in self.ranked else math.inf
-        ):
+        known = self.ranked.get(key)
+        if time.total >= self._limit_s() or (known and time.total >= known.time.total):
             self.num_slower += 1
             return
         memory = self.costs.memory(workload)
+        self.held[layout, offload] = sum(memory.moments[0].bytes[name] for name in _STATE)
         plan = Plan(workload, memory, time)
-        if memory.total_bytes > USABLE * self.cluster.device.memory_bytes:
-            self._note_too_large(plan)
+        if memory.total_bytes > usable:
+            self._reject_too_large(plan)
         else:
+            self.num_slower += known is not None
             self.ranked[key] = plan
 
-    def _is_known_too_large(self, workload: Workload) -> bool:
-        """Say whether one that needs less memory did not fit: a smaller micro-batch, or more recompute."""
-        key, size, kept = _place(workload)
-        if key not in self.too_large:
-            self.too_large[key] = []
-            frugal = self._frugal(workload)
-            if frugal is not None:
-                plan = Plan(frugal, self.costs.memory(frugal), _NO_TIME)
-                if plan.memory.total_bytes > USABLE * self.cluster.device.memory_bytes:
-                    self._note_too_large(plan)
-        return any(size >= other and kept <= least for other, least in self.too_large[key])
-
-    def _frugal(self, workload: Workload) -> Workload | None:
-        """Return the candidate of a layout that needs the least memory."""
-        recompute = self._choose("train.recompute", _RECOMPUTE)[-1]
-        if workload.layout.schedule == "zero_bubble":
-            recompute = "none"
-        sizes = self._choose("train.micro_batch_size", [1])
-        frugal = self._workload(
-            workload.layout, sizes[0], recompute, offload=workload.config.parallel.offload
-        )
-        try:
-            check_rules(frugal.config, frugal.layout, self.shape)
-        except ConfigError:
-            return None
-        return frugal
-
-    def _note_too_large(self, plan: Plan) -> None:
-        key, size, kept = _place(plan.workload)
-        self.too_large.setdefault(key, []).append((size, kept))
+    def _reject_too_large(self, plan: Plan) -> None:
+        """Count a candidate that does not fit; the sentence is that of the one which needs least."""
         peak = plan.memory.peak
         most = max(peak.bytes, key=lambda name: peak.bytes[name])
         device = self.cluster.device
@@ -269,16 +267,13 @@ class _Search:
             f"({USABLE:.0%} may be planned), most of it {most.replace('_', ' ')} "
             f"({peak.bytes[most] / 1e9:,.1f} GB, {peak.name})"
         )
-        self._reject(MEMORY, sentence, plan.memory.total_bytes)
+        self._reject(MEMORY, sentence)
+        one = self.rejected[MEMORY]
+        if plan.memory.total_bytes < one.bytes:
+            one.sentence, one.bytes = sentence, plan.memory.total_bytes
 
-    def _reject(self, reason: str, sentence: str, num_bytes: float = math.inf) -> None:
-        one = self.rejected.setdefault(reason, Rejected(reason, sentence))
-        one.count += 1
-        if num_bytes < one.bytes or not one.sentence:
-            one.sentence, one.bytes = sentence, num_bytes
-
-
-_NO_TIME = StepTime({})
+    def _reject(self, reason: str, sentence: str) -> None:
+        self.rejected.setdefault(reason, Rejected(reason, sentence)).count += 1
 
 
 def search(
@@ -309,15 +304,12 @@ def workload_of(
     offload: bool = False,
 ) -> Workload:
     """Return a configuration under a layout as a workload, with other settings of the section train."""
-    split = config.parallel.split if len(config.parallel.split) == layout.stages else ()
-    parallel = {**settings_of(layout), "offload": offload, "split": split}
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=dict(train or {})),
-        }
-    )
-    return Workload(config, shape, layout, cluster, dtype)
+    config = under(config, layout)
+    sections = {
+        "parallel": config.parallel.model_copy(update={"offload": offload}),
+        "train": config.train.model_copy(update=dict(train or {})),
+    }
+    return Workload(config.model_copy(update=sections), shape, layout, cluster, dtype)
 
 
 def check_rules(config: Config, layout: Layout, shape: ModelShape) -> None:
@@ -385,16 +377,6 @@ def smallest_change(
         if then := admits(other):
             return f"use train.seq_len = {other.train.seq_len}{then}"
     return "use a smaller model, or devices with more memory"
-
-
-def _place(workload: Workload) -> tuple[object, int, int]:
-    """Return what must be equal for two candidates to be compared in memory; micro-batch, and recompute."""
-    layout, train = workload.layout, workload.config.train
-    return (
-        (layout, workload.config.parallel.offload),
-        train.micro_batch_size,
-        _RECOMPUTE.index(train.recompute),
-    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -81,8 +81,9 @@ def found(console: Console, found: Found) -> None:
         size = f"{each.memory.total_bytes / 1e9:,.1f}"
         table.add_row(escape(str(each)), seconds(each.time.total), size, against if each is not best else "")
     console.print(table)
-    total = found.num_candidates + found.num_rejected
-    console.print(f"{total:,} layouts: {found.num_rejected:,} rejected, the others slower")
+    console.print(
+        f"{found.num_candidates:,} layouts: {found.num_rejected:,} rejected, {found.num_slower:,} slower"
+    )
     for one in found.rejected[:_MOST_REJECTED]:
         console.print(escape(f"  {one.count:,} rejected, such as: {one.sentence}"), soft_wrap=True)
     if len(found.rejected) > _MOST_REJECTED:
@@ -172,9 +173,9 @@ def seconds(value: float) -> str:
 
 def duration(value: float) -> str:
     """Return the largest of seconds, minutes, hours and days, with a decimal."""
-    for size, unit in ((86400 * 2, "days"), (3600, "hours"), (60, "minutes")):
-        if value >= size:
-            return f"{value / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:,.1f} {unit}"
+    for least, size, unit in ((2 * 86400, 86400, "days"), (3600, 3600, "hours"), (60, 60, "minutes")):
+        if value >= least:
+            return f"{value / size:,.1f} {unit}"
     return f"{value:.1f} s"
 
 

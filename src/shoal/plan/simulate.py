@@ -158,15 +158,16 @@ def _stays_real(func: Any, given: list[Tensor], kwargs: dict[str, Any]) -> bool:
 
 
 def _sums_gradients(given: list[Tensor]) -> bool:
-    """Say whether autograd adds two gradients of one tensor.
+    """Say whether autograd adds two gradients of one activation.
 
-    It does so in place, but where it meets subclasses of tensors, as fake ones are (InputBuffer::accumulate,
-    seen on torch 2.13).
+    It does so in place, but where it meets subclasses of tensors, as fake ones are (InputBuffer::accumulate).
+    A matrix's gradients, those of a tied one, are added into a new tensor. Seen on torch 2.13.
     """
     return (
         torch._C._current_graph_task_id() != -1
         and not torch.is_grad_enabled()  # as it is where activations are made again
         and len(given) == 2
+        and given[0].ndim != 2
         and given[0].shape == given[1].shape
         and given[0].dtype == given[1].dtype
         and _storage(given[0]) is not _storage(given[1])

@@ -14,7 +14,8 @@ from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost
 from shoal.plan.machine import rates_of
 from shoal.plan.rates import BACKWARD, Law, Rates
 from shoal.plan.sync_cost import Replicas, demand
-from shoal.plan.workload import Workload, weight_shapes
+from shoal.plan.weights import block_group, ends_group, weight_shapes
+from shoal.plan.workload import Workload
 
 PHASES = ("data", "forward", "backward", "tp", "shard", "bubble", "communication", "optimiser")
 INSIDE = ("tp", "shard")  # lie within forward and backward
@@ -166,14 +167,6 @@ class _Block:
         self.stream = max(self.value, software.stream_bytes)
         self.pointwise = software.pointwise * (_COMPILED if _compiled(workload) else 1.0)
         self.own_tokens = self.tokens / (layout.tp if layout.sequence else 1)
-        self.widths = self._widths()
-
-    def _widths(self) -> list[tuple[float, float]]:
-        """Return inputs and outputs of the linear layers of a block on a tensor rank; the last is `down`."""
-        shape, tp = self.shape, self.tp
-        d, kv, ff = shape.d_model, shape.n_kv_heads * shape.head_dim / tp, shape.d_ff / tp
-        ups = 1 if shape.style == "gpt2" else 2
-        return [(d, d / tp), (d, kv), (d, kv), (d / tp, d), *[(d, ff)] * ups, (ff, d)]
 
     def product(self, inputs: float, outputs: float) -> tuple[float, float]:
         """Return the seconds of a linear layer, forward and backward: one product, then two as large."""
@@ -261,7 +254,8 @@ def _part(
     """Return the seconds of a micro-batch on a rank with so many layers."""
     block = _Block(workload, rates, software)
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
-    products = [block.product(*widths) for widths in block.widths]
+    group = block_group(shape, tp)
+    products = [block.product(inputs, outputs) for outputs, inputs in group.matrices]  # the last is `down`
     kernels = (*products, block.attention(), block.between(), block.host())
     forward, backward = (sum(part) for part in zip(*kernels, strict=True))
     enter, leave = block.exchanges(_Axis(workload, rates, tp, 1))
@@ -273,10 +267,8 @@ def _part(
         again += kept / workload.cluster.device.host_bytes_per_s
     block_forward, block_backward = forward + tp_forward, backward + again + tp_backward + tp_again
     total_forward, total_backward = layers * block_forward, layers * block_backward
-    counts = count_parameters(shape)
     table = shape.padded_vocab_size * shape.d_model // tp
-    per_layer = counts.block_matrices // shape.n_layers // tp + 10 * shape.d_model
-    parameters = layers * per_layer + (table + counts.positions) * first
+    parameters = layers * group.numel + ends_group(shape, tp, first=first, last=last).numel
     ends_forward, ends_backward, ends_tp = 0.0, 0.0, [0.0, 0.0]
     stream = block.own_tokens * shape.d_model * block.stream
     if first:
@@ -291,7 +283,6 @@ def _part(
         ):
             ends_forward, ends_backward = ends_forward + there, ends_backward + back
         ends_tp = [ends_tp[0] + enter[0], ends_tp[1] + enter[1]]
-        parameters += table * (not (shape.tie_embeddings and first))
     casts, sums = _weights(workload, block, parameters)
     tp_both = (layers * tp_forward + ends_tp[0], layers * (tp_backward + tp_again) + ends_tp[1])
     return _Part(
@@ -301,7 +292,7 @@ def _part(
         block_backward,
         *tp_both,
         parameters,
-        per_layer,
+        group.numel,
     )
 
 
@@ -401,10 +392,14 @@ class _Axis:
 def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) -> tuple[float, float]:
     """Return the seconds that a step waits for ZeRO's gathers, forward, and in the backward passes.
 
-    The exchanges of a layer are hidden behind the computing of another; the first is not.
+    The exchanges of a layer are hidden behind the computing of another; the first is not. With offload,
+    shards come from host memory before they are gathered, and gradients go there.
     """
     layout, count = workload.layout, workload.num_microbatches
-    if not layout.zero or layout.dp_shard == 1:
+    copied_s = 0.0  # a byte of a shard
+    if workload.config.parallel.offload and workload.cluster.device.kind == "cuda":
+        copied_s = 1 / workload.cluster.device.host_bytes_per_s
+    if not layout.zero or (layout.dp_shard == 1 and not copied_s):
         return 0.0, 0.0
     axis = _Axis(workload, rates, layout.dp_shard, layout.tp)
     layers = max(1, sum(map(len, workload.stages_of_ranks[-1])))
@@ -412,11 +407,17 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
     width = 2 if software.stream_bytes == 2 else 4
     scattered = 2 if workload.config.precision.reduce_dtype == "bf16" else 4
 
+    def gather(parameters: int) -> float:
+        return axis.gather(width * parameters) + width * parameters / layout.dp_shard * copied_s
+
+    def scatter(parameters: int) -> float:
+        return axis.scatter(scattered * parameters) + 4 * parameters / layout.dp_shard * copied_s
+
     def waiting(each: float, others: float, computing: float) -> float:
         return others + each + (layers - 1) * (each - rates.overlap * min(each, computing))
 
-    each, others = (axis.gather(width * size) for size in (part.block_parameters, rest))
-    each_sum, other_sums = (axis.scatter(scattered * size) for size in (part.block_parameters, rest))
+    each, others = gather(part.block_parameters), gather(rest)
+    each_sum, other_sums = scatter(part.block_parameters), scatter(rest)
     forward = waiting(each, others, part.block_forward)
     sums = waiting(each_sum, other_sums, part.block_backward)
     if layout.zero == 1:
@@ -483,12 +484,11 @@ def _optimiser(workload: Workload, rates: Rates, part: _Part) -> float:
     moved = (_UPDATE_BYTES[name] + _NORM_BYTES + 8 * (workload.dtype == "fp16")) * owned
     tensors = len(weight_shapes(shape)) / layout.pp
     seconds = law.seconds(0, moved, tensors if workload.cluster.device.kind == "cpu" else 1)
-    if config.parallel.offload and workload.cluster.device.kind == "cuda":  # in host memory, then back
-        seconds = (moved + 8 * owned) / workload.cluster.device.host_bytes_per_s
+    if config.parallel.offload and workload.cluster.device.kind == "cuda":  # by the host, at most as fast
+        seconds = moved / workload.cluster.device.host_bytes_per_s
     if name == "muon":
         layers = sum(map(len, workload.stages_of_ranks[-1]))
-        sides = [sorted(sides) for sides in ((shape.d_model, shape.d_model),) * 4]
-        sides += [sorted((shape.d_model, shape.d_ff))] * (2 if shape.style == "gpt2" else 3)
+        sides = map(sorted, block_group(shape, 1).matrices)
         flops = sum(_MUON_ROUNDS * (4 * m * m * n + 2 * m**3) for m, n in sides)
         seconds += rates.law("product").seconds(layers * flops, 0, 0)
     return seconds

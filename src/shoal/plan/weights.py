@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,3 +77,15 @@ def groups_of(shape: ModelShape, layout: Layout, stages: Sequence[range]) -> lis
         if first or last:
             groups.append((ends_group(shape, layout.tp, first=first, last=last), 1))
     return groups
+
+
+@functools.cache
+def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a decoder, under a number, in model order."""
+    ends = ends_group(shape, 1, first=True, last=True)
+    tables = 2 if shape.style == "gpt2" else 1  # before the blocks: the embedding, and positions
+    before = Group(ends.matrices[:tables], ())
+    after = Group(ends.matrices[tables:], ends.vectors)
+    groups = [before, *[block_group(shape, 1)] * shape.n_layers, after]
+    sizes = [size for group in groups for size in (*group.vectors, *group.matrices)]
+    return {str(number): size if size[1] > 1 else size[:1] for number, size in enumerate(sizes)}

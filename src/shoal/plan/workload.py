@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,28 +43,3 @@ class Workload:
     def global_tokens(self) -> int:
         """Tokens of an optimiser step."""
         return self.config.train.global_batch_size * self.config.train.seq_len
-
-
-@functools.cache
-def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of a decoder, in model order; those of a norm are one."""
-    return dict(_named(shape))
-
-
-def _named(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d, kv, ff = shape.d_model, shape.n_kv_heads * shape.head_dim, shape.d_ff
-    gpt2 = shape.style == "gpt2"
-    yield "embed", (shape.padded_vocab_size, d)
-    if gpt2:
-        yield "positions", (shape.max_seq_len, d)
-    mlp = {"up": (ff, d), "down": (d, ff)} if gpt2 else {"gate": (ff, d), "up": (ff, d), "down": (d, ff)}
-    for layer in range(shape.n_layers):
-        for name, rows in {"q": (d, d), "k": (kv, d), "v": (kv, d), "o": (d, d), **mlp}.items():
-            yield f"{layer}.{name}", rows
-            if gpt2:
-                yield f"{layer}.{name}.bias", rows[:1]
-        for name in ("attention_norm", "mlp_norm"):
-            yield f"{layer}.{name}", (d * (2 if gpt2 else 1),)
-    yield "norm", (d * (2 if gpt2 else 1),)
-    if not shape.tie_embeddings:
-        yield "head", (shape.padded_vocab_size, d)

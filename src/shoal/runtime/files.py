@@ -21,6 +21,11 @@ MAX_JSON_BYTES = 64 << 20  # a larger JSON file is not one of ours
 _READ_BYTES = 4 << 20
 
 
+def cache_folder() -> Path:
+    """Return the folder of this user for what later commands use; asked for anew, as tests change it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
 def fsync(path: Path) -> None:
     """Make a file's bytes, or the renames inside a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
