@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -26,7 +27,8 @@ def ask(words, data, *, steps=6, runs=None, output=None):
         "precision": {"dtype": "fp32"},
     }
     chosen = [parse_layout(word) for word in words.split(",")]
-    return command(load_config("tiny", overrides), "tiny", chosen, 2, runs, output, None)
+    with mock.patch("shoal.launch.forking.load"):
+        return command(load_config("tiny", overrides), "tiny", chosen, 2, runs, output, None)
 
 
 @pytest.mark.proof

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,15 +23,6 @@ from tests import commands
 from tests.data import corpus as planted
 from tests.data.web_archive import response
 from tests.data.web_server import serving
-
-DRIVER = """
-import sys
-from shoal.cli.app import main
-from shoal.data.prepare import steps
-steps.range_size = lambda sources: 20_000
-sys.argv = ["shoal", "prepare", *sys.argv[1:]]
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +46,7 @@ def whole(corpus, tmp_path_factory):
 def start(corpus, output):
     arguments = [corpus / "a.jsonl", "--stages", corpus / "stages.toml", "--output", output]
     arguments += ["--vocab-size", "400", "--split", "8,1,1", "--workers", "2"]
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return commands.Command("prepare", *arguments, env={"RANGE_BYTES": "20000"})
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_path):
@@ -88,22 +72,20 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, kills):
     draw, killed = random.Random(kills), 0
     outputs = (tmp_path / f"d{number}" for number in itertools.count())
     began = time.monotonic()
-    assert start(corpus, next(outputs)).wait(timeout=240) == 0
+    assert start(corpus, next(outputs)).end(timeout=240).returncode == 0
     took = time.monotonic() - began
     output = next(outputs)
     while killed < kills:
         process = start(corpus, output)
         try:
-            process.communicate(timeout=draw.uniform(0.1, took))
+            done = process.end(draw.uniform(0.1, took))
         except subprocess.TimeoutExpired:
-            process.kill()
-            killed += 1
-        text, _ = process.communicate()
-        assert process.returncode in (0, -9), text
-        if process.returncode == 0:
+            done, killed = process.end(), killed + 1
+        assert done.returncode in (0, -9), done
+        if done.returncode == 0:
             assert planted.content(output) == whole
             output = next(outputs)
-    assert start(corpus, output).wait(timeout=240) == 0
+    assert start(corpus, output).end(timeout=240).returncode == 0
     assert planted.content(output) == whole
 
 
@@ -203,14 +185,12 @@ def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):
             "8,1,1",
         ]
         arguments += ["--tokenizer", "bytes", "--output", tmp_path / "d"]
-        command = [sys.executable, "-m", "shoal", "prepare", *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = commands.Command("prepare", *arguments)
         while process.poll() is None and not server.requests()["/large/5"]:
             time.sleep(0.01)
         process.kill()
-        process.communicate()
-        assert process.returncode == -9
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert process.end().returncode == -9
+        done = commands.run("prepare", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         server_saw = server.requests()
     manifest = json.loads((tmp_path / "d/manifest.json").read_text())

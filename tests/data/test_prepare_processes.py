@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,17 +17,9 @@ from shoal.cli.app import app
 from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER = """
-import json, sys
-from pathlib import Path
-from shoal.cli.app import main
-from shoal.data.prepare import engine, run, steps
-steps.range_size = lambda sources: 30_000
-sys.argv = ["shoal", "prepare", *json.loads(sys.argv[1])]
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +54,15 @@ def content(folder):
 
 
 def start(corpus, output, workers=2):
-    arguments = [str(corpus), "--output", str(output), "--vocab-size", "500", "--workers", str(workers)]
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    arguments = [corpus, "--output", output, "--vocab-size", "500", "--workers", workers]
+    return commands.Command("prepare", *arguments, env={"RANGE_BYTES": "30000"})
 
 
 def wait_for_ranges(output, number, process):
     """Wait until `number` ranges are committed."""
     until = time.monotonic() + 120
     while len(list(output.glob(".work/*/ranges/*.json"))) < number:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.said()
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -98,15 +82,15 @@ def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole
     wait_for_ranges(output, 2, process)
     process.send_signal(number)
     sent = time.monotonic()
-    printed = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, printed
+    done = process.end()
+    printed = done.stdout + done.stderr
+    assert done.returncode == 75, printed
     assert time.monotonic() - sent < 20  # a second or two where the machine is free
     assert f"stopped by {number.name}; what is done is kept" in printed
     assert [p.name for p in output.iterdir()] == [".work"]
-    again = start(corpus, output)
-    printed = again.communicate(timeout=120)[0]
-    assert again.returncode == 0, printed
-    assert "ranges were done before" in printed
+    again = start(corpus, output).end(timeout=120)
+    assert again.returncode == 0, again
+    assert "ranges were done before" in again.stdout + again.stderr
     assert content(output) == whole
 
 
@@ -119,11 +103,11 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path):
         time.sleep(draw.uniform(0.0, 0.1 if done else 1.5))
         kills += process.poll() is None
         process.kill()
-        process.communicate()
+        process.end()
         visible = {p.name for p in output.iterdir()} - {".work"} if output.exists() else set()
         assert not visible or "manifest.json" in visible
-    process = start(corpus, output)
-    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    done = start(corpus, output).end(timeout=120)
+    assert done.returncode == 0, done
     assert content(output) == whole
     assert kills >= 3
 
@@ -140,7 +124,7 @@ def test_a_kill_leaves_nothing_outside_of_the_output_and_no_process(corpus, tmp_
     wait_for_ranges(output, 1, process)
     workers = workers_of(process)
     process.kill()
-    process.communicate()
+    process.end()
     assert len(workers) == 2
     until = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
@@ -154,10 +138,10 @@ def test_a_dead_worker_is_told_and_the_next_run_continues(corpus, whole, tmp_pat
     process = start(corpus, output)
     wait_for_ranges(output, 1, process)
     os.kill(workers_of(process)[0], signal.SIGKILL)
-    printed = process.communicate(timeout=60)[0]
-    assert process.returncode == 1, printed
-    assert "a worker process died" in printed
-    assert start(corpus, output).wait(timeout=120) == 0
+    done = process.end()
+    assert done.returncode == 1, done
+    assert "a worker process died" in done.stdout + done.stderr
+    assert start(corpus, output).end(timeout=120).returncode == 0
     assert content(output) == whole
 
 

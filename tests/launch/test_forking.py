@@ -74,16 +74,22 @@ def test_a_process_that_ends_before_it_is_ready_has_ended(monkeypatch):
 
 
 ENDS = """
-import atexit, sys
+import atexit, sys, threading, time
 from multiprocessing.connection import Connection
+from shoal.cli import app
 from shoal.launch.forking import serve
 
+def main(honest=app.main):
+    threading.Thread(target=lambda: time.sleep(0.5) or print("in a thread")).start()
+    honest()
+
+app.main = main
 atexit.register(print, "at exit")
 serve(Connection(int(sys.argv[1])), ["shoal.cli.app"])
 """
 
 
-def test_what_is_registered_for_the_end_of_a_forked_process_runs_and_all_it_said_is_written(tmp_path):
+def test_a_forked_process_ends_after_its_threads_and_what_is_registered_with_all_it_said(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     command = [sys.executable, "-c", ENDS, str(theirs.fileno())]
     os.environ.pop("PYTHONUNBUFFERED", None)
@@ -92,7 +98,7 @@ def test_what_is_registered_for_the_end_of_a_forked_process_runs_and_all_it_said
         assert child.wait(60) == 0
         ours.close()
         theirs.close()
-    assert (tmp_path / "screen").read_text().endswith("\nat exit\n")
+    assert (tmp_path / "screen").read_text().endswith("\nin a thread\nat exit\n")
 
 
 def lose_a_rank(running):

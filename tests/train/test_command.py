@@ -30,12 +30,20 @@ from tests.train.commands import (
     shoal,
 )
 
+WHOLE = ("--nproc", "2", "--train.steps", "120", "--checkpoint.every", "20")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A dataset of 78 steps."""
+    return random_dataset(tmp_path_factory.mktemp("data") / "walk", train_tokens=10_000)
+
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """An undisturbed run of 200 steps on 2 processes."""
+    """An undisturbed run of 120 steps on 2 processes."""
     run = tmp_path_factory.mktemp("whole")
-    status, screen = shoal(data, run, "--nproc", "2", "--train.steps", "200", "--checkpoint.every", "20")
+    status, screen = shoal(data, run, *WHOLE)
     assert status == 0, screen
     return run, screen
 
@@ -46,10 +54,10 @@ def test_the_first_page_and_the_lines_tell_what_happens(whole):
         "dp2: 2 processes, 1 micro-step of 4 sequences each",
         "8 sequences = 128 tokens",
         "epoch 2 begins in step",
-        "step 200: test loss",
+        "step 120: test loss",
     ):
         assert words in screen
-    assert re.search(r"step +20/200  loss [\d.]+  lr [\d.e-]+  [\d,]+ tokens/s  \d+:\d\d left\n", screen)
+    assert re.search(r"step +20/120  loss [\d.]+  lr [\d.e-]+  [\d,]+ tokens/s  \d+:\d\d left\n", screen)
     assert "MFU" not in screen  # a detail
     assert "\r" not in screen
     log = log_of(run)
@@ -77,15 +85,15 @@ def test_a_run_leaves_its_settings_its_curve_and_every_step(whole):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "[train]" in (run / "config.toml").read_text()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 201))
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 121))
     assert len(repr(lines[0]["loss"])) > 10
     assert sum("test_loss" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_a_restart_and_changes_nothing(data, tmp_path, whole, rank):
-    running = Running(data, tmp_path, "--nproc", "2", "--train.steps", "200", "--checkpoint.every", "20")
-    running.wait_for_step(50)
+    running = Running(data, tmp_path, *WHOLE)
+    running.wait_for_step(30)
     os.kill(running.pid(rank), signal.SIGKILL)
     status, screen = running.end()
     assert status == 0, screen

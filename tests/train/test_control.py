@@ -19,7 +19,7 @@ MESSAGES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broad
 
 
 def waits_of(run_dir, values, steps):
-    """Train some steps; return messages over the control group and the device, and the step of each read."""
+    """Train; return the steps of messages over the control group, of those over the device, and of reads."""
     job = make_job(run_dir, values | {"train": values["train"] | {"steps": steps}})
     control, world, reads, batch, now = [], [], [], job.task.batch, 0
 
@@ -33,9 +33,9 @@ def waits_of(run_dir, values, steps):
 
         def call(*args, **kwargs):
             if kwargs.get("group") is job.process.control:
-                control.append(name)
+                control.append(now)
             elif args and getattr(args[0], "dtype", None) == torch.float64:  # no gradient
-                world.append(name)
+                world.append(now)
             return honest(*args, **kwargs)
 
         return call
@@ -60,7 +60,7 @@ def waits_of(run_dir, values, steps):
         for name in READS:
             patches.enter_context(mock.patch.object(torch.Tensor, name, noted(name)))
         assert train(job)
-    return len(control), len(world), reads
+    return control, world, reads
 
 
 def waits_per_step(pool, data, tmp_path, **sections):
@@ -68,12 +68,8 @@ def waits_per_step(pool, data, tmp_path, **sections):
     values = tiny_config(
         data, train={"log_every": 1000}, eval={"every": 0}, checkpoint={"every": 0}, **sections
     )
-    few = pool.run(waits_of, 2, tmp_path / "few", values, 3)
-    many = pool.run(waits_of, 2, tmp_path / "many", values, 8)
-    return [
-        (more_control - control, more_world - world, len(more_reads) - len(reads))
-        for (control, world, reads), (more_control, more_world, more_reads) in zip(few, many, strict=True)
-    ]
+    ranks = pool.run(waits_of, 2, tmp_path, values, 8)
+    return [tuple(sum(2 < step < 8 for step in steps) for steps in found) for found in ranks]
 
 
 @pytest.mark.parametrize(

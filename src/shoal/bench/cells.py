@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from shoal.config.load import config_from_toml, validate
 from shoal.config.sections import Runtime
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, nearest
+from shoal.launch import forking
 from shoal.plan.link_cost import all_reduce_cost, parse_rate
 from shoal.runtime.device import choose_threads
 from shoal.runtime.files import write_json
@@ -198,20 +200,21 @@ def _train(
     asked: Sequence[str], workers: int, run_dir: Path, hosts: TwoHosts | None, watch: Callable[[int], None]
 ) -> int:
     """Run the command, with two hosts half of the workers on each; return the first status that is not 0."""
-    command = [sys.executable, "-m", "shoal", "train", *asked, "--run-dir", str(run_dir)]
+    words = ["train", *asked, "--run-dir", str(run_dir)]
     with contextlib.ExitStack() as stack:
+        children: list[forking.Child | subprocess.Popen[Any]] = []
         screens = [stack.enter_context((run_dir / f"screen-{name}").open("w")) for name in NAMES]
         if hosts is None:
-            command += ["--nproc", str(workers)]
-            to = {"stdout": screens[0], "stderr": subprocess.STDOUT}
-            children = [subprocess.Popen(command, text=True, start_new_session=True, **to)]  # type: ignore[call-overload]
+            words += ["--nproc", str(workers)]
+            screen = screens[0].fileno()
+            children.append(forking.start(words, output=screen, errors=screen))
             stack.callback(_end, children[0])
         else:
-            command += ["--nproc", str(workers // 2), "--nnodes", "2", "--rdzv", hosts.rdzv]
-            children = []
-            for name, screen in zip(NAMES, screens, strict=True):
+            words += ["--nproc", str(workers // 2), "--nnodes", "2", "--rdzv", hosts.rdzv]
+            command = [sys.executable, "-m", "shoal", *words]
+            for name, output in zip(NAMES, screens, strict=True):
                 stack.callback(hosts.kill, name)
-                children.append(hosts.start(name, command, stdout=screen))
+                children.append(hosts.start(name, command, stdout=output))
         while None in (codes := [child.poll() for child in children]) and not any(codes):
             watch(_steps_done(run_dir))
             time.sleep(_POLL_S)
@@ -221,9 +224,9 @@ def _train(
         return next((code for code in codes if code), EXIT_DONE)
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def _end(child: forking.Child | subprocess.Popen[Any]) -> None:
     """Kill a launcher; its ranks end with it."""
-    child.kill()
+    child.send_signal(signal.SIGKILL)
     child.wait()
 
 

@@ -22,6 +22,7 @@ from shoal.bench.screen import make_table, show
 from shoal.config.load import load_config
 from shoal.data.prepare.images import RANDOM
 from shoal.errors import InputError, counted
+from shoal.launch import forking
 from shoal.networks.description import names, read
 from shoal.runtime.files import check_targets, read_json, write_json
 from shoal.tasks.choose import open_task
@@ -114,6 +115,7 @@ def command(options: ConvergenceOptions, output: Path | None, plot: Path | None)
     options.check()
     check_targets(output, plot)
     begin()
+    forking.load()
     found: list[CellResult] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, found, plot)

@@ -23,6 +23,7 @@ from shoal.bench.record import begin, describe
 from shoal.bench.screen import make_table, show
 from shoal.config.sync_rules import STRATEGIES
 from shoal.errors import InputError, ShoalError, counted, nearest
+from shoal.launch import forking
 from shoal.plan.link_cost import parse_rate
 from shoal.runtime.files import check_targets, write_json
 
@@ -73,6 +74,7 @@ def command(options: GridOptions, output: Path | None, plot: Path | None) -> int
     """Measure cell by cell and report, also after an interruption; return 1 if a cell failed."""
     check(options, output, plot)
     begin()
+    forking.load()
     outcomes: list[CellResult] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_say, outcomes, options, output, plot)

@@ -24,6 +24,7 @@ from shoal.config.layout import Layout, parse_layout, under
 from shoal.config.load import to_toml
 from shoal.config.sections import Config
 from shoal.errors import ConfigError, InputError
+from shoal.launch import forking
 from shoal.runtime.files import check_targets, digest_of, write_json, write_text
 from shoal.tasks.choose import open_task
 from shoal.train.clock import PHASES
@@ -143,6 +144,7 @@ def command(
         raise InputError("--plot needs matplotlib", hint="pip install 'shoal[report]'")
     check_targets(output, plot)
     record.begin()
+    forking.load()
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
         folder = (runs or Path(stack.enter_context(temporary))).absolute()

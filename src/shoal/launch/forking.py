@@ -142,10 +142,14 @@ def _be_shoal(
 
 
 def start(
-    arguments: Sequence[str], env: Mapping[str, str], output: int = 1, errors: int = 2
+    arguments: Sequence[str], env: Mapping[str, str] | None = None, output: int = 1, errors: int = 2
 ) -> Child | subprocess.Popen[bytes]:
-    """Run `shoal ARGUMENTS` in a session of its own; `output` and `errors` are open files."""
+    """Run `shoal ARGUMENTS` in a session of its own; `output` and `errors` are open files.
+
+    Its environment is that of this process if none is given.
+    """
     global _server
+    env = os.environ if env is None else env
     if _server is not None:
         try:
             return fork(_server, arguments, env, os.getcwd(), (output, errors))
