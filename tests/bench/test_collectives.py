@@ -18,16 +18,12 @@ from shoal.config.sections import Runtime
 from shoal.errors import InputError
 from shoal.plan.link_cost import Cost
 from shoal.runtime.rank_info import RankInfo
+from tests import commands
 from tests.mpirun import mpirun, needs_mpi
 
 
-def run(*words):
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def shoal(*words):
-    return run("-m", "shoal", "bench", "collectives", *words)
+    return commands.run("bench", "collectives", *words)
 
 
 def test_all_algorithms_on_two_processes(tmp_path):
@@ -67,8 +63,9 @@ def test_ranks_that_mpirun_started_report_once(tmp_path):
 
 @pytest.mark.proof
 def test_ranks_of_torchrun_are_taken():
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = run(*torchrun, "-m", "shoal", "bench", "collectives", "--sizes", "1KB", "4KB")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    words = [*torchrun, "shoal", "bench", "collectives", "--sizes", "1KB", "4KB"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all-reduce on 2 ranks") == 1
 

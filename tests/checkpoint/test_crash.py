@@ -17,7 +17,7 @@ from tests.pool import Pool
 
 @pytest.mark.parametrize(
     ("world_size", "victim", "stride", "retention"),
-    [(1, 0, 1, ONLY_LAST), (1, 0, 1, THINNED), (2, 0, 4, ONLY_LAST), (2, 1, 2, ONLY_LAST)],
+    [(1, 0, 2, ONLY_LAST), (1, 0, 1, THINNED), (2, 0, 4, ONLY_LAST), (2, 1, 2, ONLY_LAST)],
     ids=["alone", "alone-thinning", "rank0-of-2", "rank1-of-2"],
 )
 def test_newest_good_step_survives_a_kill_at_any_moment(
