@@ -33,6 +33,8 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Plans neither read nor change what the user has measured; matplotlib's list of fonts is slow to make.
     os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache/matplotlib"))
+    users = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    os.environ.setdefault("USERS_CACHE_HOME", users)  # not those of the process that distributes tests
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shoal-tests-")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -387,8 +388,9 @@ def test_the_networks_of_these_tests_have_every_kind_of_layer(described):
 
 
 @pytest.fixture(params=list(ENVIRONMENTS))
-def installed(request):
-    """Name a framework; skip where it is not installed."""
+def installed(request, monkeypatch):
+    """Name a framework that the user has installed; skip where it is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ["USERS_CACHE_HOME"])
     if python_of(request.param, {}) is None:
         pytest.skip(f"{request.param} is not installed: shoal bench frameworks --install {request.param}")
     return request.param
