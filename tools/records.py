@@ -96,7 +96,7 @@ def _gpu(part: str, *paths: str) -> Entry:
 ENTRIES = {
     "advise": _module("advise", 20, *GRADSYNC, "src/shoal/plan/advise.py", needs="root"),
     "collectives": _module("collectives", 5, "src/shoal/comm", "src/shoal/bench/collectives.py"),
-    "commits": _module("commits", 12, *STEP, *REPLICAS, words=["COMMIT"], needs="a commit to compare with"),
+    "commits": _module("commits", 20, *STEP, *REPLICAS, words=["COMMIT"], needs="a commit to compare with"),
     "cpu_train": _module(
         "train_step", 32, "benchmarks/systems.py", "benchmarks/bare_gpt.py", *SETTINGS, *STEP
     ),
