@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm.silent_transport import SilentTransport
+from shoal.comm.torch_transport import TorchTransport
 from shoal.config.layout import Layout
 from shoal.config.load import load_config
 from shoal.errors import InputError
@@ -16,10 +18,11 @@ from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
 from shoal.plan.machine import Machine, load_machine, rates_of, save_machine
 from shoal.plan.measure_machine import fit_law
-from shoal.plan.rates import BACKWARD, KERNELS, Law
+from shoal.plan.rates import BACKWARD, COLLECTIVES, KERNELS, Law
 from shoal.plan.step_time import step_time
 from shoal.plan.workload import Workload
 from shoal.runtime.device import select_device
+from tests import commands
 
 LAWS = {
     "product": Law(2e-11, 0.0, 1e-6),
@@ -133,6 +136,28 @@ def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
         laws = measure_machine._laws(SilentTransport(0, 1), device, dtype, 0.05)
         assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer" + BACKWARD}
         assert all(max(law) > 0 for law in laws.values())
+
+
+def exchanges_of(seconds):
+    transport, on = TorchTransport(), select_device("cpu", dist.get_rank(), 2)
+    links = measure_machine._links(transport, on, seconds)
+    return links, measure_machine._overlap(transport, on, links["all_reduce"], seconds)
+
+
+def test_each_collective_has_a_link_of_its_own_and_computing_hides_a_part(pool):
+    links, overlap = pool.run(exchanges_of, 2, 0.5)[0]
+    assert links.keys() == set(COLLECTIVES)
+    assert all(1e7 < link.bytes_per_s < 1e12 and 0 <= link.latency_s < 1 for link in links.values())
+    assert 0 <= overlap <= 1
+
+
+@pytest.mark.proof
+def test_the_command_measures_this_machine_and_plans_with_it():
+    done = commands.run("plan", "tiny", "--measure", "--runtime.device", "cpu", timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = load_machine()
+    assert found.links.keys() == set(COLLECTIVES)
+    assert {*KERNELS} <= found.laws["2"]["fp32"].keys()
 
 
 def test_a_law_is_found_again_from_its_times():

@@ -13,7 +13,7 @@ from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
 from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
-from shoal.plan.rates import Law, Rates, table_rates
+from shoal.plan.rates import COLLECTIVES, Law, Rates, table_rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
 from shoal.plan.weights import weight_shapes
 from shoal.plan.workload import Workload
@@ -71,6 +71,29 @@ def test_tensor_parallel_ranks_compute_less_and_wait():
         sum(s.phases[n] for n in ("forward", "backward")) - s.phases["tp"] for s in (one, two, eight)
     ]
     assert computing[0] > computing[1] > computing[2] > computing[0] / 8
+
+
+GATHERED = {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("words", "used"),
+    [("tp2", {"all_reduce"}), ("tp2+sp", GATHERED), ("zero3x2", GATHERED), ("dp2", {"all_reduce"})],
+)
+def test_each_collective_takes_the_time_of_its_own_measured_link(words, used):
+    workload, rates = work(words), table_rates(load_cluster(2, "a100-80").device, "bf16")
+    fast = dict.fromkeys(COLLECTIVES, Link(1e-6, 1e11))
+    usual = step_time(workload, replace(rates, links=fast)).total
+    for name in COLLECTIVES:
+        found = step_time(workload, replace(rates, links=fast | {name: Link(1e-6, 1e8)})).total
+        assert (found > usual) == (name in used), name
+
+
+def test_computing_hides_the_measured_part_of_an_exchange():
+    workload, rates = work("dp2"), table_rates(load_cluster(2, "a100-80").device, "bf16")
+    short = replace(rates, links={"all_reduce": Link(0.0, 1e11)})
+    times = [step_time(workload, replace(short, overlap=part)).phases["communication"] for part in (0, 0.5)]
+    assert times[1] == pytest.approx(times[0] / 2)
 
 
 def test_a_bubble_shrinks_with_micro_batches_and_stages():

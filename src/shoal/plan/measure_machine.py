@@ -41,7 +41,7 @@ from shoal.runtime.device import Device, has_fast_products, select_device
 from shoal.train.optimiser import build_optimiser
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COPIES = {"cpu": 6, "cuda": 1}  # of the tensors of a case, in turns: together more than a CPU's cache holds
+_COPIES = {"cpu": 6, "cuda": 1}  # of the tensors of a case, in turns: a CPU's nearest cache does not hold all
 _SCALE = {"cpu": 1, "cuda": 16}  # of the tokens of each case: a GPU's products are larger
 _PRODUCTS = (  # tokens, inputs, outputs
     (512, 64, 64),

@@ -148,9 +148,13 @@ def _leave_at_once(error: BaseException, *, quiet: bool) -> None:
 
     Our launcher tells the first cause itself, so rank 0, which shares its screen, stays quiet.
     """
-    ours = isinstance(error, ShoalError)
     if not quiet:
-        sys.stderr.write(f"error: {error}\n" if ours else "".join(traceback.format_exception(error)))
+        text = (
+            f"error: {error}\n"
+            if isinstance(error, ShoalError)
+            else "".join(traceback.format_exception(error))
+        )
+        sys.stderr.write(text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code if isinstance(error, ShoalError) else EXIT_FAILED)
