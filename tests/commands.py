@@ -13,6 +13,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from tempfile import TemporaryFile
 
 from shoal.launch import forking
@@ -80,6 +81,8 @@ def _server() -> Connection:
     program += "serve(Connection(int(sys.argv[1])), sys.argv[2:])"  # until our end of the pipe is closed
     command = [sys.executable, "-c", program, str(theirs.fileno()), *_LOADED]
     pipe = subprocess.PIPE  # a stream that began as a file seeks, and a terminal cannot
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
+    root = Path(__file__).resolve().parents[1]  # where `tests` is found, wherever the first test that asks is
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=root, **streams)
     theirs.close()
     return ours
