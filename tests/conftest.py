@@ -42,6 +42,11 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes do not name a test: compressed ones may hold the time, and the workers compare names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-times", action="store_true", help="keep the time by folder in a record")
 
