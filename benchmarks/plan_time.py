@@ -4,7 +4,7 @@ Measurements of the machine (`shoal plan --measure`, in brief) and turns of trai
 and their medians are in the record. Every run is a `shoal train` whose processes share the cores; the others
 stand still. Then the first 20 counted steps of each run calibrate, and its later steps judge.
 
-    python -m benchmarks.plan_time [--rounds 3] [--steps 8] [--measure-s 20] [--part steps layouts]
+    python -m benchmarks.plan_time [--rounds 4] [--steps 8] [--measure-s 60] [--part steps layouts]
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--measure-s", type=float, default=20.0)
+    parser.add_argument("--measure-s", type=float, default=60.0)
     parser.add_argument("--part", nargs="+", choices=["steps", "layouts"], default=["steps", "layouts"])
     parser.add_argument("--output", type=Path, default=RECORDS / "plan_time.json")
     wish = parser.parse_args()

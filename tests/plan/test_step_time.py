@@ -96,6 +96,14 @@ def test_computing_hides_the_measured_part_of_an_exchange():
     assert times[1] == pytest.approx(times[0] / 2)
 
 
+@pytest.mark.parametrize(("gpu", "hidden"), [("a100-80", True), ("cpu-2", False)])
+def test_shards_are_exchanged_beside_computing_only_where_there_are_streams(gpu, hidden):
+    workload = work("zero3x2", gpu, dtype="bf16" if hidden else "fp32")
+    rates = table_rates(workload.cluster.device, workload.dtype)
+    times = [step_time(workload, replace(rates, overlap=part)).phases["shard"] for part in (0, 0.5)]
+    assert (times[1] < times[0]) == hidden
+
+
 def test_a_bubble_shrinks_with_micro_batches_and_stages():
     long, short = (step_time(work("pp4*dp2", train={"micro_batch_size": n})).phases["bubble"] for n in (8, 2))
     assert short < long

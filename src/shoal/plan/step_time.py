@@ -392,8 +392,9 @@ class _Axis:
 def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) -> tuple[float, float]:
     """Return the seconds that a step waits for ZeRO's gathers, forward, and in the backward passes.
 
-    The exchanges of a layer are hidden behind the computing of another; the first is not. With offload,
-    shards come from host memory before they are gathered, and gradients go there.
+    The exchanges of a layer are hidden behind the computing of another; the first is not. On CPUs none is:
+    fully_shard orders them by a GPU's streams, and waits for each where there are none. With offload, shards
+    come from host memory before they are gathered, and gradients go there.
     """
     layout, count = workload.layout, workload.num_microbatches
     copied_s = 0.0  # a byte of a shard
@@ -402,6 +403,7 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
     if not layout.zero or (layout.dp_shard == 1 and not copied_s):
         return 0.0, 0.0
     axis = _Axis(workload, rates, layout.dp_shard, layout.tp)
+    overlap = rates.overlap if workload.cluster.device.kind == "cuda" else 0.0
     layers = max(1, sum(map(len, workload.stages_of_ranks[-1])))
     rest = max(0, part.parameters - layers * part.block_parameters)
     width = 2 if software.stream_bytes == 2 else 4
@@ -414,7 +416,7 @@ def _shard(workload: Workload, rates: Rates, part: _Part, software: Software) ->
         return axis.scatter(scattered * parameters) + 4 * parameters / layout.dp_shard * copied_s
 
     def waiting(each: float, others: float, computing: float) -> float:
-        return others + each + (layers - 1) * (each - rates.overlap * min(each, computing))
+        return others + each + (layers - 1) * (each - overlap * min(each, computing))
 
     each, others = gather(part.block_parameters), gather(rest)
     each_sum, other_sums = scatter(part.block_parameters), scatter(rest)
