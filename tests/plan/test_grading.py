@@ -163,6 +163,14 @@ def test_layout_auto_replaces_a_split_for_other_stages(data, tmp_path):
     assert sum(load_config(str(tmp_path / "run/config.toml")).parallel.split) == 2
 
 
+def test_layout_auto_keeps_a_split_that_is_given(data, tmp_path):
+    options = arguments_of(data, tmp_path / "run", "--layout", "auto", "--nproc", "2", "--train.steps", "1")
+    done = commands.run(*options, "--parallel.split", "1", "--parallel.split", "1", timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "layout: pp2" in done.stdout
+    assert load_config(str(tmp_path / "run/config.toml")).parallel.split == (1, 1)
+
+
 def test_layout_auto_does_not_choose_what_is_given(data, tmp_path):
     for words, problem in (
         (("--parallel.tp", "1"), "--layout auto chooses parallel.tp, and so does --parallel.tp"),

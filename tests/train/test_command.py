@@ -132,6 +132,19 @@ def test_a_rank_killed_too_often_ends_the_job_and_is_named_last(data, tmp_path):
     assert "rank 1 was killed by signal 9 (SIGKILL)" in "".join(screen.splitlines()[-3:])
 
 
+def test_a_rank_that_waits_for_a_peer_leaves_when_its_launcher_asks_it_to(data, tmp_path):
+    """As after the loss of a rank that gloo does not report."""
+    running = Running(data, tmp_path, "--nproc", "2", "--max-restarts", "0", "--train.steps", "100000")
+    running.wait_for_step(5)
+    waiting, stopped = running.pid(0), running.pid(1)
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(waiting, signal.SIGTERM)
+    running.wait_for(lambda: not alive(waiting), "end of the rank that waits", 4)
+    os.kill(stopped, signal.SIGCONT)
+    assert running.end()[0] == 1
+
+
 @pytest.mark.parametrize(("nproc", "number"), [("1", signal.SIGINT), ("2", signal.SIGTERM)])
 def test_a_signal_saves_and_the_same_command_goes_on(data, tmp_path, nproc, number):
     arguments = ("--nproc", nproc, "--train.steps", "100000", "--checkpoint.every", "0")

@@ -290,7 +290,7 @@ def _choose_layout(
             "--layout auto is for the processes that this command starts on one host",
             hint="give the layout that `shoal plan` names",
         )
-    if given := sorted(overrides.get("parallel", {})):
+    if given := sorted(overrides.get("parallel", {}).keys() - {"offload", "split"}):  # a layout's words
         raise InputError(
             f"--layout auto chooses parallel.{given[0]}, and so does --parallel.{given[0].replace('_', '-')}",
             hint="leave one of them out",

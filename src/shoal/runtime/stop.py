@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -64,10 +65,19 @@ class Stop:
         self.reason = ""  # the same on all ranks, once they agreed to stop
 
     def listen(self) -> None:
-        """Install the signal handlers, except where a signal is ignored, as SIGHUP is under nohup."""
+        """Install the signal handlers, except where a signal is ignored, as SIGHUP is under nohup.
+
+        A launched rank hears signals in a thread of its own: Python calls no handler while the main thread
+        waits in a library for a peer that is gone.
+        """
+        if self._launched:
+            heard, told = socket.socketpair()
+            told.setblocking(False)
+            signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+            threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+                signal.signal(number, (lambda *_: None) if self._launched else self._on_signal)
 
     def requested(self, step: int | None = None) -> bool:
         """Say whether to stop now; `step` counts against runtime.stop_after. Collective over the world."""
@@ -102,7 +112,12 @@ class Stop:
         marker = stop_marker(self._run_dir)
         return (marker.read_text() or "SIGTERM") if marker.exists() else ""
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _hear(self, heard: socket.socket) -> None:
+        while True:
+            if (number := heard.recv(1)[0]) in SIGNALS:
+                self._on_signal(number)
+
+    def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         if self._signal:  # asked twice: at once, the last committed checkpoint stands
             os._exit(128 + number)
         self._signal = signal.Signals(number).name
