@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.diagnosis.watch import Watch
 
 _MONITOR_S = 0.1
-_GRACE_S = 5  # for ranks to leave after a peer was lost; one that waits for a GPU does not handle SIGTERM
+_GRACE_S = 5  # for ranks to leave after a peer was lost
 
 
 def launch(
@@ -146,7 +146,7 @@ class _Agent(LocalElasticAgent):
         self._last_failure = failure
         if failure.fatal or stop_marker(self._run_dir).exists():
             self._remaining_restarts = 0
-        if cause is None or cause.rank < 0:  # stopped ones, and those that wait in C++, hear no SIGTERM
+        if cause is None or cause.rank < 0:  # stopped ones hear no SIGTERM
             self._signal_workers(signal.SIGKILL)
         if self._remaining_restarts:
             log.info(f"\n{failure}")
