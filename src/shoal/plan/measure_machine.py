@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,8 +131,7 @@ def _measure(
         return laws, {}, 0.0
     tell("exchanges between two processes")
     links = _links(transport, on, for_links * 0.7)
-    overlap = _overlap(transport, on, links["all_reduce"], for_links * 0.3) if "all_reduce" in links else 0.0
-    return laws, links, overlap
+    return laws, links, _overlap(transport, on, links["all_reduce"], for_links * 0.3)
 
 
 def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) -> dict[str, Law]:
@@ -222,26 +222,28 @@ def _links(transport: Transport, on: Device, seconds: float) -> dict[str, Link]:
                 if name == "all_reduce"
                 else collective_cost(name, size, own)
             )
-        if (link := fit_link(costs, times)) is not None:
-            links[name] = link
+        # Where noise made small tensors slower than large ones, the largest speaks for all.
+        links[name] = fit_link(costs, times) or Link(0.0, costs[-1].num_bytes / times[-1])
     return links
 
 
 def _added(transport: Transport, on: Device, compute: _Act, with_exchange: _Act, seconds: float) -> float:
-    """Return what an exchange adds to the time of computing. Collective.
+    """Return what an exchange adds to the time of computing, on rank 0. Collective.
 
     In a step, ranks come to an exchange at different times, and its tensors are not in a cache: that takes
-    longer than one exchange after another.
+    longer than one exchange after another. What is less than the standard error is lost in noise.
     """
     with_exchange()
-    alone: list[float] = []
-    together: list[float] = []
+    added: list[float] = []
     until = time.perf_counter() + seconds
-    while _goes_on(transport, len(alone) < 3 or time.perf_counter() < until):
+    while _goes_on(transport, len(added) < 3 or time.perf_counter() < until):
         barrier(transport)
-        alone.append(_once(compute, on))
-        together.append(_once(with_exchange, on))
-    return max(_TICK_S, _mean(together) - _mean(alone))
+        alone = _once(compute, on)
+        added.append(_once(with_exchange, on) - alone)
+    error = statistics.stdev(added) / math.sqrt(len(added))
+    found = torch.tensor([max(_TICK_S, error, _mean(added))], device=transport.device)
+    broadcast(transport, found, 0)
+    return found.item()
 
 
 def _layers(on: Device, count: int) -> _Act:
