@@ -1,7 +1,9 @@
 """Measured rates: stored, read with limits, used where the device is this machine; laws fitted to times."""
 
 import dataclasses
+import itertools
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,6 +151,17 @@ def test_each_collective_has_a_link_of_its_own_and_computing_hides_a_part(pool):
     assert links.keys() == set(COLLECTIVES)
     assert all(1e7 < link.bytes_per_s < 1e12 and 0 <= link.latency_s < 1 for link in links.values())
     assert 0 <= overlap <= 1
+
+
+def links_of_noise():
+    with patch.object(measure_machine, "_added", side_effect=itertools.cycle((3.0, 2.0, 1.0))):
+        return measure_machine._links(TorchTransport(), select_device("cpu", dist.get_rank(), 2), 0.0)
+
+
+def test_noise_leaves_no_collective_without_a_link(pool):
+    links = pool.run(links_of_noise, 2)[0]
+    assert links.keys() == set(COLLECTIVES)
+    assert links["all_reduce"] == Link(0.0, measure_machine._EXCHANGED[-1])
 
 
 @pytest.mark.proof
