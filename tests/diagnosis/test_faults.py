@@ -93,11 +93,12 @@ def test_a_rank_that_sends_another_shape_is_named_before_any_time_out(data, tmp_
 
 
 DIE = """
-import signal
+import signal, time
 from shoal.data.loader import Loader
 read = Loader.batch
 def batch(self, step):
     if unwell(step):
+        time.sleep(0.5)  # the other rank waits by then
         os.kill(os.getpid(), signal.SIGKILL)
     return read(self, step)
 Loader.batch = batch
