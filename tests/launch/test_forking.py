@@ -73,6 +73,34 @@ def test_a_process_that_ends_before_it_is_ready_has_ended(monkeypatch):
     assert forking.fork(ours, [], {}, ".", (1, 2)).wait(10) == 1
 
 
+ENDS = """
+import atexit, sys, threading, time
+from multiprocessing.connection import Connection
+from shoal.cli import app
+from shoal.launch.forking import serve
+
+def main(honest=app.main):
+    threading.Thread(target=lambda: time.sleep(0.5) or print("in a thread")).start()
+    honest()
+
+app.main = main
+atexit.register(print, "at exit")
+serve(Connection(int(sys.argv[1])), ["shoal.cli.app"])
+"""
+
+
+def test_a_forked_process_ends_after_its_threads_and_what_is_registered_with_all_it_said(tmp_path):
+    ours, theirs = multiprocessing.Pipe()
+    command = [sys.executable, "-c", ENDS, str(theirs.fileno())]
+    os.environ.pop("PYTHONUNBUFFERED", None)
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]), (tmp_path / "screen").open("wb") as screen:
+        child = forking.fork(ours, ["--version"], os.environ, ".", (screen.fileno(), screen.fileno()))
+        assert child.wait(60) == 0
+        ours.close()
+        theirs.close()
+    assert (tmp_path / "screen").read_text().endswith("\nin a thread\nat exit\n")
+
+
 def lose_a_rank(running):
     lost = running.pid(1)
     os.kill(lost, signal.SIGKILL)
