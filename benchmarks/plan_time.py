@@ -2,9 +2,9 @@
 
 Measurements of the machine (`shoal plan --measure`, in brief) and turns of training runs alternate; all pairs
 and their medians are in the record. Every run is a `shoal train` whose processes share the cores; the others
-stand still. Then the first 20 counted steps of each run calibrate, and its later steps judge.
+stand still. Then the steps of every other round, 20 by default, calibrate, and those of the rest judge.
 
-    python -m benchmarks.plan_time [--rounds 4] [--steps 8] [--measure-s 60] [--part steps layouts]
+    python -m benchmarks.plan_time [--rounds 8] [--steps 5] [--measure-s 30] [--part steps layouts]
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ LAYOUTS = (
     "pp2+gpipe" + SMALL,
     "dp2" + SMALL,
 )
-CALIBRATING = 20  # steps
 APART = 0.1  # layouts are ranked where they differ by more
 
 
@@ -125,15 +124,14 @@ def compare(
     each = [predict(words, work, machine) for machine in machines]
     phases = {name: statistics.median(one.phases[name] for one in each) for name in PHASES}
     told = StepTime(phases)
-    steps = [line for lines in samples for line in lines]
-    early, late = steps[:CALIBRATING], steps[CALIBRATING:] or steps
+    first, second = ([line for lines in samples[start::2] for line in lines] for start in (0, 1))
     setting = f"{words} {work['d_model']} {work.get('recompute')}"
-    middle = {name: statistics.median(line[f"{name}_s"] for line in early) for name in PHASES}
-    early_s, late_s = (statistics.median(line["seconds"] for line in part) for part in (early, late))
-    known = {"seconds": early_s, "steps": len(early), "setting": setting, "folder": folder}
+    middle = {name: statistics.median(line[f"{name}_s"] for line in first) for name in PHASES}
+    first_s, second_s = (statistics.median(line["seconds"] for line in part) for part in (first, second))
+    known = {"seconds": first_s, "steps": len(first), "setting": setting, "folder": folder}
     add_measurement(HERE, work["dtype"], phases, middle, **known)
     after = calibrated(told, HERE, work["dtype"], setting=setting, folder=folder)
-    measured_s = statistics.median(line["seconds"] for line in steps)
+    measured_s = statistics.median(line["seconds"] for line in first + second)
     return {
         "predicted_s": round(told.total, 5),
         "measured_s": round(measured_s, 5),
@@ -143,8 +141,8 @@ def compare(
             for one, lines in zip(each, samples, strict=True)
         ],
         "calibrated_s": round(after.total, 5),
-        "later_s": round(late_s, 5),
-        "calibrated_error": round(after.total / late_s - 1, 4),
+        "judged_s": round(second_s, 5),
+        "calibrated_error": round(after.total / second_s - 1, 4),
         "phases_s": {name: [round(phases[name], 5), round(middle[name], 5)] for name in PHASES},
         "step_s": [[round(line["seconds"], 5) for line in lines] for lines in samples],
     }
@@ -162,9 +160,9 @@ def rank_correlation(rows: dict[str, dict[str, Any]]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--measure-s", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--measure-s", type=float, default=30.0)
     parser.add_argument("--part", nargs="+", choices=["steps", "layouts"], default=["steps", "layouts"])
     parser.add_argument("--output", type=Path, default=RECORDS / "plan_time.json")
     wish = parser.parse_args()

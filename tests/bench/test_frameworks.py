@@ -297,7 +297,8 @@ def test_on_data_a_framework_that_drifts_is_rejected_with_the_first_step(
 
 def test_losses_of_all_steps_are_compared():
     cell = Cell("net", "jax", "default", 4, 1)
-    facts = {"parameters": 1, "loss": 1.0, "gradient_norm": 1.0, "samples": [1.0, 1.0], "total_s": 2.0}
+    facts = {"parameters": 1, "loss": 1.0, "gradient_norm": 1.0, "samples": [1.0, 1.0], "reads": [0.0, 0.0]}
+    facts["total_s"] = 2.0
     curve = Row(cell, "done", **facts, losses=[1.0, 0.5])
     size = type("Size", (), {"num_parameters": 1})
     for losses, reason in (

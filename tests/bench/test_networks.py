@@ -63,9 +63,8 @@ class Fake:
 
 def test_samples_are_the_seconds_of_each_step_after_the_warm_up():
     fake = Fake(waits=True)
-    samples, total, losses = harness.timed(fake, [1, 2, 3], warmup=2, steps=5, clock=lambda: fake.now)
-    assert samples == [2.0] * 5
-    assert total == 10.0
+    samples, reads, total, losses = harness.timed(fake, [1, 2, 3], warmup=2, steps=5, clock=lambda: fake.now)
+    assert (samples, reads, total) == ([2.0] * 5, [0.0] * 5, 10.0)
     assert losses == [1, 2, 3, 1, 2, 3, 1]
 
 
@@ -81,17 +80,23 @@ def test_a_thread_has_a_core_of_its_own_while_there_are_some(tmp_path, siblings)
 
 
 def row(**changed):
-    facts = {"parameters": 8, "loss": 1.0, "gradient_norm": 2.0, "samples": [1.0, 1.0], "total_s": 2.0}
-    return Row(CELL, "done", **{**facts, **changed})
+    facts = {"parameters": 8, "loss": 1.0, "gradient_norm": 2.0, "samples": [1.0, 1.0], "reads": [0.0, 0.0]}
+    return Row(CELL, "done", **{**facts, "total_s": 2.0, **changed})
 
 
 def test_a_loop_that_does_not_wait_for_its_device_is_rejected():
     fake = Fake(waits=False)
-    samples, total, _ = harness.timed(fake, [1], warmup=1, steps=2, clock=lambda: fake.now)
+    samples, reads, total, _ = harness.timed(fake, [1], warmup=1, steps=2, clock=lambda: fake.now)
     samples = [sample + 0.01 for sample in samples]  # asking takes time, too
-    found = judged(row(samples=samples, total_s=total), SimpleNamespace(num_parameters=8), None, 2)
+    measured = row(samples=samples, reads=reads, total_s=total + 0.02)
+    found = judged(measured, SimpleNamespace(num_parameters=8), None, 2)
     assert found.status == "rejected"
-    assert "its steps end before they are computed" in found.reason
+    assert found.reason.startswith("reading the losses takes 4 s of 4.02 s: its steps end before")
+
+
+def test_a_read_that_is_interrupted_costs_no_row():
+    measured = row(samples=[1.0] * 3, reads=[0.0, 2.0, 0.01], total_s=5.01)
+    assert judged(measured, SimpleNamespace(num_parameters=8), None, 3).status == "done"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,11 @@ def test_a_loop_that_does_not_wait_for_its_device_is_rejected():
         ({"loss": float("inf")}, "loss inf"),
         ({"loss": 1.002}, "loss 1.002 on the same weights and samples, pytorch has 1"),
         ({"gradient_norm": float("nan")}, "gradient_norm nan"),
-        ({"samples": [1.0]}, "1 samples of 2 steps"),
+        ({"samples": [1.0]}, "1 samples and 2 reads of 2 steps"),
+        ({"reads": [0.0]}, "2 samples and 1 reads of 2 steps"),
         ({"samples": [2.0, 0.0]}, "the shortest 0 s"),
-        ({"total_s": 1.5}, "the steps take 2 s together, and 1.5 s"),
+        ({"total_s": 1.999}, "steps and reads take 2 s, and all together 1.999 s"),
+        ({"total_s": 2.001}, "steps and reads take 2 s, and all together 2.001 s"),
     ],
 )
 def test_a_row_that_computes_something_else_or_does_not_add_up_is_rejected(changed, reason):
@@ -252,7 +259,8 @@ def test_a_record_is_continued_and_another_one_is_refused(tiny, tmp_path, monkey
 
 def made_up(cell, options):
     parameters, steps = read(cell.network).resolve().num_parameters, options.steps
-    return replace(row(parameters=parameters, samples=[1.0] * steps, total_s=float(steps)), cell=cell)
+    times = {"samples": [1.0] * steps, "reads": [0.0] * steps, "total_s": float(steps)}
+    return replace(row(parameters=parameters, **times), cell=cell)
 
 
 def test_a_record_is_of_one_machine_and_its_rows_of_one_network(tiny, tmp_path, monkeypatch):

@@ -142,7 +142,8 @@ def test_the_peak_is_that_of_the_process_itself(tmp_path):
 def test_a_row_has_what_its_sensors_told(monkeypatch, tmp_path):
     events = ['{"event": "built", "parameters": 1, "versions": {}}']
     events += ['{"event": "identity", "loss": 1.0, "gradient_norm": 1.0}']
-    timed = {"samples": [1.0, 1.0], "total_s": 2.0, "losses": [], "ended": 9.0, "peak_bytes": 7}
+    timed = {"samples": [1.0, 1.0], "reads": [0.0, 0.0], "total_s": 2.0, "losses": [], "ended": 9.0}
+    timed["peak_bytes"] = 7
     events.append(json.dumps({"event": "timed", **timed}))
     asked = []
     monkeypatch.setattr(Watch, "told", lambda self, *asked_for: asked.append(asked_for) or {"cpu_mhz": [1.0]})

@@ -136,7 +136,7 @@ def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
     device = select_device("cpu", 0, 1)
     for dtype in (torch.float32, torch.bfloat16):
         laws = measure_machine._laws(SilentTransport(0, 1), device, dtype, 0.05)
-        assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer" + BACKWARD}
+        assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer full" + BACKWARD}
         assert all(max(law) > 0 for law in laws.values())
 
 

@@ -13,7 +13,7 @@ from shoal.models.counts import count_parameters
 from shoal.models.shape import resolve_shape
 from shoal.plan.cluster import load_cluster
 from shoal.plan.link_cost import Link
-from shoal.plan.rates import COLLECTIVES, Law, Rates, table_rates
+from shoal.plan.rates import BACKWARD, COLLECTIVES, Law, Rates, table_rates
 from shoal.plan.step_time import INSIDE, PHASES, run_cost, step_time
 from shoal.plan.weights import weight_shapes
 from shoal.plan.workload import Workload
@@ -56,6 +56,20 @@ def test_recompute_adds_a_part_of_the_forward_pass_to_the_backward_pass():
     assert 0.4 < added / none.phases["forward"] < 1
     assert none.total < selective.total < full.total
     assert full.phases["forward"] == none.phases["forward"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_takes_the_measured_time_of_python_with_its_recompute(recompute):
+    workload = work(train={"recompute": recompute, "micro_batch_size": 1})
+    rates = table_rates(workload.cluster.device, "bf16")
+    layer = f"layer {recompute}"
+    host = {layer: Law(0, 0, 1.0), layer + BACKWARD: Law(0, 0, 3.0)}
+    times = [
+        step_time(workload, replace(rates, laws=laws)).phases for laws in (rates.laws, rates.laws | host)
+    ]
+    layers = 12 * workload.num_microbatches
+    assert times[1]["forward"] - times[0]["forward"] == pytest.approx(layers)
+    assert times[1]["backward"] - times[0]["backward"] == pytest.approx(3 * layers)
 
 
 def test_longer_chunks_recompute_more():

@@ -52,7 +52,8 @@ ON_GPU = ("pytorch", "jax")  # whose adapters compute on a GPU; others were not 
 _RUN = "import sys; sys.path[0] = sys.argv[1]; import harness; sys.exit(harness.main(*sys.argv[2:]))"
 _REFERENCE = "pytorch"
 _AGREE = 1e-3  # relative, of loss and gradient norm
-_CLOCKS, _SLACK_S = 0.05, 1e-3  # a part, and seconds, by which samples may fall short of the total
+_CLOCKS, _SLACK_S = 0.05, 1e-3  # a part of the total, and seconds, that reading the losses may take
+_SUM = 1e-6  # relative, of the total and its parts
 _LAST_WORDS = 300  # of an error, in characters
 _PROCESSES = ("pytorch", "paddle")  # a process for each worker; elsewhere one process has all of them
 _POLL_S = 0.2
@@ -130,6 +131,7 @@ class Row:
     loss: float = 0.0
     gradient_norm: float = 0.0
     samples: list[float] = field(default_factory=list)  # seconds of each step after the warm-up
+    reads: list[float] = field(default_factory=list)  # seconds of reading each of their losses
     total_s: float = 0.0
     losses: list[float] = field(default_factory=list)  # of all steps, the warm-up included
     versions: dict[str, str] = field(default_factory=dict)
@@ -239,6 +241,7 @@ def parse(cell: Cell, stdout: str, stderr: str, status: int) -> Row:
         loss=identity["loss"],
         gradient_norm=identity["gradient_norm"],
         samples=timed["samples"],
+        reads=timed["reads"],
         total_s=timed["total_s"],
         losses=timed["losses"],
         ended=timed.get("ended", 0.0),
@@ -281,12 +284,17 @@ def _problem(row: Row, resolved: Resolved, reference: Row | None, steps: int) ->
             return f"{name} {ours:.6g} on the same weights and samples, {_REFERENCE} has {theirs:.6g}"
     if reference is None and row.cell.framework != _REFERENCE:
         return f"nothing to compare with: {_REFERENCE} has no row of this network and batch size"
-    if len(row.samples) != steps or min(row.samples) <= 0:
+    if not len(row.samples) == len(row.reads) == steps or min(row.samples) <= 0:
         shortest = min(row.samples, default=0.0)
-        return f"{len(row.samples)} samples of {counted(steps, 'step')}, the shortest {shortest:g} s"
-    if not (1 - _CLOCKS) * row.total_s - _SLACK_S <= sum(row.samples) <= row.total_s:
+        samples = f"{len(row.samples)} samples and {len(row.reads)} reads"
+        return f"{samples} of {counted(steps, 'step')}, the shortest {shortest:g} s"
+    parts = sum(row.samples) + sum(row.reads)
+    if not abs(parts - row.total_s) <= _SUM * row.total_s:
+        return f"steps and reads take {parts:.4g} s, and all together {row.total_s:.4g} s"
+    reading = steps * statistics.median(row.reads)
+    if not reading <= _CLOCKS * row.total_s + _SLACK_S:
         return (
-            f"the steps take {sum(row.samples):.4g} s together, and {row.total_s:.4g} s to the last loss: "
+            f"reading the losses takes {reading:.4g} s of {row.total_s:.4g} s: "
             "its steps end before they are computed"
         )
     return ""

@@ -16,7 +16,7 @@ from shoal.plan.rates import BACKWARD, COLLECTIVES, KERNELS, Law, Rates, table_r
 from shoal.runtime.files import cache_folder, read_json, write_json
 
 HERE = "here"  # name of this machine's device
-_VERSION = 2
+_VERSION = 3
 T = TypeVar("T")
 _MOST_BYTES = 1 << 20
 _HOST_BYTES_PER_S = 15.75e9  # PCIe 3.0 x16, for a GPU whose copies were not measured

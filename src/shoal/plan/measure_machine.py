@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from shoal.comm.transport import Transport
 from shoal.config.sections import Model, Optimizer, Runtime
 from shoal.models.decoder import Block, Context, rotate
 from shoal.models.loss import CrossEntropy
+from shoal.models.recompute import run_in_chunks
 from shoal.models.shape import resolve_shape
 from shoal.parallel.tensor import Axis
 from shoal.plan.link_cost import Link, all_reduce_cost, collective_cost, fit_link
@@ -68,6 +69,7 @@ _TICK_S = 1e-6
 _BESIDE = 4  # layers
 _COPIED_BYTES, _COPYING_S = 64 << 20, 0.5
 _BUCKET = 4 << 20  # numbers that are exchanged while layers are computed
+_NOTHING = Context(None, None, None, None)  # beside its input, that a layer needs
 _TRIMMED = 0.1  # of the samples, at either end
 
 
@@ -152,7 +154,7 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
                 continue
             took = _mean(_backward(turns, on, each_s))
         flops = case.back_flops or 2 * case.flops
-        calls = case.calls if case.kernel == "layer" else 2 * case.calls
+        calls = case.calls if case.kernel.startswith("layer") else 2 * case.calls
         row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
         rows.setdefault(case.kernel + BACKWARD, []).append(row)
     return {kernel: fit_law(found) for kernel, found in rows.items()}
@@ -255,7 +257,7 @@ def _layers(on: Device, count: int) -> _Act:
     def act() -> None:
         with torch.no_grad():
             for _ in range(count):
-                block(x, Context(None, None, None, None))
+                block(x, _NOTHING)
 
     return act
 
@@ -318,7 +320,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
     for rows, vocabulary in _LOGITS:
         yield _loss(device, rows * scale, vocabulary, value, made)
     if device.type == "cpu":
-        yield _layer(dtype)
+        yield from (_layer(dtype, recompute) for recompute in ("none", "selective", "full"))
 
 
 def _updates(device: torch.device) -> Iterator[_Case]:
@@ -366,16 +368,17 @@ def _loss(device: torch.device, rows: int, vocabulary: int, value: int, made: Ca
     return _Case("loss", 0, there * n, 1, lambda: entropy(logits, targets), (logits,), back * n)
 
 
-def _layer(dtype: torch.dtype) -> _Case:
+def _layer(dtype: torch.dtype, recompute: str) -> _Case:
     """Return a layer of so few values that its time is Python's and autograd's."""
     shape = resolve_shape(Model(n_layers=1, d_model=32, n_heads=2, max_seq_len=8), 128)
     block, x = Block(shape, 0), torch.randn(1, 1, 32, requires_grad=True)
+    block.recompute = recompute == "selective"
 
     def act() -> Tensor:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return cast(Tensor, block(x, Context(None, None, None, None)))
+            return run_in_chunks([lambda x: block(x, _NOTHING)], x, int(recompute == "full"))
 
-    return _Case("layer", 0, 0, 1, act, (x, *block.parameters()))
+    return _Case(f"layer {recompute}", 0, 0, 1, act, (x, *block.parameters()))
 
 
 def _optimiser(device: torch.device, count: int, tensors: int) -> _Case:

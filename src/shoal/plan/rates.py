@@ -20,7 +20,7 @@ from shoal.plan.link_cost import Link
 BACKWARD = " backward"  # suffix of the law of a kernel's backward pass
 # What a rate can be measured of; kernels without a law of their own take that of "memory".
 KERNELS: tuple[str, ...] = ("product", "attention", "norm", "gelu", "swiglu", "add", "rotate", "loss")
-KERNELS += ("memory", "optimiser", "layer")
+KERNELS += ("memory", "optimiser", "layer none", "layer selective", "layer full")  # by recompute
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _CALL_S = {"cuda": 3e-6, "cpu": 10e-6}  # a kernel's start and end, when the queue is full
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, 2023, section 4) and 35 % of an H100's (Shah et

@@ -230,11 +230,11 @@ class _Block:
             parts.append(self.kernel("memory", 2 * own * 24 * fused, 2 * own * 8 * fused, 8))
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
-    def host(self) -> tuple[float, float]:
+    def host(self, recompute: str) -> tuple[float, float]:
         """Return the seconds of Python and autograd for a layer; on GPUs they pass while kernels run."""
-        laws = self.rates.laws
+        laws, kernel = self.rates.laws, f"layer {recompute}"
         none = Law(0.0, 0.0, 0.0)
-        return laws.get("layer", none).call_s, laws.get("layer" + BACKWARD, none).call_s
+        return laws.get(kernel, none).call_s, laws.get(kernel + BACKWARD, none).call_s
 
     def exchanges(self, axis: _Axis) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the seconds of an `enter` and a `leave` along tp, each forward and backward.
@@ -256,11 +256,13 @@ def _part(
     shape, tp, train = workload.shape, workload.layout.tp, workload.config.train
     group = block_group(shape, tp)
     products = [block.product(inputs, outputs) for outputs, inputs in group.matrices]  # the last is `down`
-    kernels = (*products, block.attention(), block.between(), block.host())
+    kernels = (*products, block.attention(), block.between())
     forward, backward = (sum(part) for part in zip(*kernels, strict=True))
     enter, leave = block.exchanges(_Axis(workload, rates, tp, 1))
     tp_forward, tp_backward = (2 * (there + back) for there, back in zip(enter, leave, strict=True))
     again, tp_again = _again(block, train.recompute, train.recompute_layers, products, forward, tp_forward)
+    host_forward, host_backward = block.host(train.recompute)
+    forward, backward = forward + host_forward, backward + host_backward
     if train.recompute_offload and workload.cluster.device.kind == "cuda":
         kept = block.own_tokens * shape.d_model * block.stream / train.recompute_layers
         forward += kept / workload.cluster.device.host_bytes_per_s

@@ -48,26 +48,21 @@ def timed(
     warmup: int,
     steps: int,
     clock: "Callable[[], float]" = time.perf_counter,
-) -> "tuple[list[float], float, list[float]]":
-    """Return the seconds of each step after a warm-up, those of all together, and the losses.
+) -> "tuple[list[float], list[float], float, list[float]]":
+    """Return the seconds of each step after a warm-up, of reading its loss, of all together, and the losses.
 
-    The total ends when the last loss is read: an adapter that does not wait for its device has short steps
-    and a long total, and its row is rejected.
+    An adapter that does not wait for its device has short steps and long reads, and its row is rejected.
     """
-    losses: list[Any] = []
-    for number in range(warmup):
-        losses.append(adapter.step(batches[number % len(batches)]))
-    adapter.wait()
-    samples: list[float] = []
-    began = clock()
-    for number in range(warmup, warmup + steps):
-        start = clock()
-        losses.append(adapter.step(batches[number % len(batches)]))
+    losses, times = [], [clock()]  # two times a step: when it is computed, and when its loss is read
+    for number in range(warmup + steps):
+        loss = adapter.step(batches[number % len(batches)])
         adapter.wait()
-        samples.append(clock() - start)
-    losses[-1] = adapter.read(losses[-1])
-    total = clock() - began
-    return samples, total, [loss if isinstance(loss, float) else adapter.read(loss) for loss in losses]
+        times.append(clock())
+        losses.append(adapter.read(loss))
+        times.append(clock())
+    times = times[2 * warmup :]
+    seconds = [times[n + 1] - times[n] for n in range(2 * steps)]
+    return seconds[::2], seconds[1::2], times[-1] - times[0], losses
 
 
 def place_of(cpu: int, folder: str = "/sys/devices/system/cpu") -> "tuple[int, int]":
@@ -123,10 +118,9 @@ def main(name: str, job_file: str, rank: str = "0") -> int:
         loss, norm = adapter.identity(batches[0])
         emit("identity", loss=mean([loss])[0], gradient_norm=norm)
         clock = getattr(adapter, "clock", time.perf_counter)
-        samples, total, losses = timed(adapter, batches, job["warmup"], job["steps"], clock)
-        ended = time.time()
-        losses = mean(losses)
-        emit("timed", samples=samples, total_s=total, losses=losses, ended=ended, peak_bytes=peak_bytes())
+        samples, reads, total, losses = timed(adapter, batches, job["warmup"], job["steps"], clock)
+        facts = {"samples": samples, "reads": reads, "total_s": total, "ended": time.time()}
+        emit("timed", **facts, losses=mean(losses), peak_bytes=peak_bytes())
     except NotImplementedError as error:
         emit("left out", reason=str(error))
         return 1
