@@ -160,7 +160,7 @@ ENTRIES = {
     "networks_trainer": _module("networks", 30, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
-    "plan_time": _module("plan_time", 21, "src/shoal/plan", "benchmarks/layouts.py"),
+    "plan_time": _module("plan_time", 18, "src/shoal/plan", "benchmarks/layouts.py"),
     "plan_memory": _module(
         "plan_memory", 40, "src/shoal/plan/memory.py", "src/shoal/plan/activations.py", *PLANNED, *STEP
     ),

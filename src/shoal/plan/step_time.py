@@ -232,8 +232,7 @@ class _Block:
 
     def host(self, recompute: str) -> tuple[float, float]:
         """Return the seconds of Python and autograd for a layer; on GPUs they pass while kernels run."""
-        laws, kernel = self.rates.laws, f"layer {recompute}"
-        none = Law(0.0, 0.0, 0.0)
+        laws, kernel, none = self.rates.laws, f"layer {recompute}", Law(0.0, 0.0, 0.0)
         return laws.get(kernel, none).call_s, laws.get(kernel + BACKWARD, none).call_s
 
     def exchanges(self, axis: _Axis) -> tuple[tuple[float, float], tuple[float, float]]:
