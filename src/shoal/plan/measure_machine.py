@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from shoal.runtime.device import Device, has_fast_products, select_device
 from shoal.train.optimiser import build_optimiser
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COPIES = {"cpu": 6, "cuda": 1}  # of the tensors of a case, in turns: a CPU's nearest cache does not hold all
+_COPIES = {"cpu": 12, "cuda": 1}  # of the tensors of a case, in turns: a CPU's caches do not hold all
 _SCALE = {"cpu": 1, "cuda": 16}  # of the tokens of each case: a GPU's products are larger
 _PRODUCTS = (  # tokens, inputs, outputs
     (512, 64, 64),
@@ -145,14 +146,14 @@ def _laws(transport: Transport, on: Device, dtype: torch.dtype, seconds: float) 
     alike = zip(*(_cases(device, dtype) for _ in range(_COPIES[device.type])), strict=True)
     for copies in itertools.chain(alike, ((case,) for case in _updates(device))):
         barrier(transport)
-        case, turns = copies[0], itertools.cycle(copies)
+        case = copies[0]
         with torch.set_grad_enabled(bool(case.leaves)):
             case.act()
-            took = _mean(repeat(functools.partial(_next, turns), on, each_s))
+            took = _mean(repeat(_turns(copies), on, each_s))
             rows.setdefault(case.kernel, []).append((case.flops, case.num_bytes, case.calls, took))
             if not case.leaves:
                 continue
-            took = _mean(_backward(turns, on, each_s))
+            took = _mean(_backward(copies, on, each_s))
         flops = case.back_flops or 2 * case.flops
         calls = case.calls if case.kernel.startswith("layer") else 2 * case.calls
         row = (flops, case.back_bytes or 2 * case.num_bytes, calls, took)
@@ -165,17 +166,26 @@ def _in_turn(first: _Act, second: _Act) -> None:
     second()
 
 
-def _next(turns: Iterator[_Case]) -> None:
-    next(turns).act()
+def _turns(copies: Sequence[_Case]) -> _Act:
+    """Return what makes the next of some calls, whose results lie in other memory than the last ones."""
+    turns, kept = itertools.cycle(copies), deque[Any](maxlen=len(copies))
+    return lambda: kept.append(next(turns).act())
 
 
-def _backward(turns: Iterator[_Case], on: Device, seconds: float) -> list[float]:
-    """Return the seconds of the backward pass of each call; adding up gradients is not part of it."""
+def _backward(copies: Sequence[_Case], on: Device, seconds: float) -> list[float]:
+    """Return the seconds of the backward pass of each call; adding up gradients is not part of it.
+
+    It begins when all other calls were made, as the layers of a model are.
+    """
+    turns, waiting = itertools.cycle(copies), deque[tuple[_Case, Tensor]]()
     samples: list[float] = []
     until = time.perf_counter() + 2 * seconds
     while len(samples) < 3 or (time.perf_counter() < until and len(samples) < 300):
         case = next(turns)
-        y = case.act()
+        waiting.append((case, case.act()))
+        if len(waiting) < len(copies):
+            continue
+        case, y = waiting.popleft()
         gradient = torch.ones_like(y)
         on.synchronise()
         began = time.perf_counter()
