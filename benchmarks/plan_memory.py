@@ -1,7 +1,8 @@
 """Predicted memory beside that of a simulated step, for each rank that differs.
 
-GPT-2 124M and 345M and a Llama shape under twelve layouts and each recompute setting, with 1, 4 or 16 sequences
-a micro-batch, so that each of these meets every model, layout and setting; every optimiser; gpt2-8b on 512 GPUs.
+GPT-2 124M and 345M and a Llama shape under twelve layouts and each recompute setting. Micro-batches have 1, 4
+or 16 sequences, and each of these meets every model, layout and setting. Then the other optimisers, dropout,
+and gpt2-8b on 512 GPUs.
 
     python -m benchmarks.plan_memory [--quick]
 """
