@@ -47,7 +47,7 @@ FACTS: dict[str, tuple[str, ...]] = {
         "8.4 MB", "4.3 MB", "rate of 0.05", "momentum of 0.9", "at most 1.01", "at most 1.02",
         "5 % of the values", "2e-3", "1e-3", "4e-3", "20 times fewer", "0.9 H times", "0.9 of the tokens/s",
         "below 0.9", "longer than 5 s", "10 % faster", "95 % of the best", "99 % bootstrap", "2 % from 1",
-        "4 KB to 16 MB", "more than 1e-5",
+        "4 KB to 16 MB", "more than 1e-5", "at most 5 % of it",
     ),
     "docs/distributed.md": ("64 MB",),
     "docs/failures.md": ("after 15 s", "300 s"),
