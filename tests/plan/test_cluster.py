@@ -26,6 +26,13 @@ def test_gpus_without_nodes_are_those_in_all():
     assert (cluster.per_node, cluster.nodes, cluster.world_size) == (8, 64, 512)
 
 
+def test_a_link_without_a_latency_has_that_of_the_device(tmp_path):
+    assert load_cluster(8, "h100", nodes=2, link="200gbit").across == parse_link("200gbit,10us")
+    assert load_cluster(8, "cpu-8", nodes=2, link="1gbit").across == parse_link("1gbit,100us")
+    text = WHOLE.replace("400gbit,10us", "200gbit")
+    assert load_cluster(0, "", file=written(tmp_path, text)).across == parse_link("200gbit,10us")
+
+
 def test_gpus_with_nodes_are_those_of_a_node():
     cluster = load_cluster(4, "h100", nodes=2, link="400gbit,5us")
     assert cluster.world_size == 8

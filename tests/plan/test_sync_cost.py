@@ -167,6 +167,12 @@ def test_a_rank_of_a_replica_of_four_sends_a_quarter_and_the_link_carries_all():
     assert (parts.behind_backward, parts.tail) == (0, 1)
 
 
+def test_the_ranks_of_a_replica_fill_fewer_buckets_with_their_parts():
+    shapes = {str(n): (1 << 20, 7) for n in range(16)}  # 28 MiB each; a bucket has 25
+    alone, eight = (demand(Sync(), shapes, Replicas(2, 2, ranks)).messages for ranks in (1, 8))
+    assert (alone, eight) == (2 * 16, 2 * 3)
+
+
 def test_gradients_in_bf16_halve_what_all_reduce_sends_and_owners_still_send_weights_whole():
     fp32, bf16 = (Replicas(4, 4, gradient_bytes=size) for size in (4, 2))
     assert demand(Sync(), SHAPES, bf16).link_bytes == demand(Sync(), SHAPES, fp32).link_bytes / 2

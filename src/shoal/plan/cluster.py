@@ -82,8 +82,8 @@ class Cluster:
         return self.inside if size * stride <= self.per_node else self.across
 
 
-def parse_link(words: str) -> Link:
-    """Parse 100mbit, or 1gbit,0.2ms: the bandwidth one way, and the latency of a message.
+def parse_link(words: str, latency_s: float = _LATENCY_S) -> Link:
+    """Parse 100mbit, or 1gbit,0.2ms: the bandwidth one way, and the latency of a message if it is given.
 
     Raises:
         InputError: The text has neither form.
@@ -94,7 +94,7 @@ def parse_link(words: str) -> Link:
         raise InputError(
             f"{latency.strip()!r} is not a latency", hint="write 100mbit, 1gbit or 100mbit,0.2ms"
         )
-    return Link(float(found[1]) * _SECONDS[found[2]] if found else _LATENCY_S, parse_rate(rate))
+    return Link(float(found[1]) * _SECONDS[found[2]] if found else latency_s, parse_rate(rate))
 
 
 def device_names() -> list[str]:
@@ -114,7 +114,8 @@ def load_cluster(
     """Return the cluster that options describe, or that of `file`, which replaces them all.
 
     `gpus` are the devices of a node if `nodes` is given, otherwise those in all, in nodes of the usual size.
-    `link` is that of one device to another node. Processes share a CPU evenly.
+    `link` is that of one device to another node, by default with the device's latency. Processes share a CPU
+    evenly.
 
     Raises:
         InputError: An unknown device, an impossible number, or a file that is wrong, with the line.
@@ -135,7 +136,8 @@ def load_cluster(
             f"--gpus {gpus} does not fill nodes of {per_node}",
             hint=f"give --nodes, or a multiple of {per_node}",
         )
-    across = parse_link(link) if link else parse_link(entry["across"])
+    usual = parse_link(entry["across"])
+    across = parse_link(link, usual.latency_s) if link else usual
     count = nodes or gpus // per_node
     return cluster_of(_device(gpu, entry), per_node, count, parse_link(entry["inside"]), across)
 
@@ -199,8 +201,9 @@ def _read(file: Path) -> Cluster:
         raise refuse(key, problem, hint)
     links = {}
     for key in ("inside", "across"):
+        usual = [parse_link(_table()[like][key]).latency_s] if like else []
         try:
-            links[key] = parse_link(entry[key])
+            links[key] = parse_link(entry[key], *usual)
         except InputError as error:
             raise refuse(key, f"{key}: {error.message}", error.hint) from error
     device = _device(str(own.get("name", like or file.stem)), entry)

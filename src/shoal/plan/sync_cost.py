@@ -131,7 +131,7 @@ def demand(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
 def _exchange(sync: Sync, shapes: Shapes, replicas: Replicas) -> Demand:
     """Return the load of buckets; those of plain replicas are sent during the backward pass."""
     n, total = replicas.count, _count(shapes)
-    buckets = _ddp_buckets(shapes)
+    buckets = _buckets(shapes, replicas.ranks)
     first, tail = buckets[0] / total, buckets[-1] / total
     rounds = 2 * (n - 1)
     match sync.strategy:
@@ -264,12 +264,15 @@ def _thin(rank: int, shapes: Shapes) -> int:
     return total
 
 
-def _ddp_buckets(shapes: Shapes) -> list[int]:
-    """Return the elements of each bucket in the order of the backward pass: from the end of the model."""
+def _buckets(shapes: Shapes, ranks: int) -> list[int]:
+    """Return the elements of each of DDP's buckets, of all `ranks` of a replica together.
+
+    They are in the order of the backward pass: from the end of the model.
+    """
     buckets, filled, limit = [], 0, _DDP_BUCKETS[0]
     for shape in reversed(list(shapes.values())):
         filled += math.prod(shape)
-        if 4 * filled >= limit:
+        if 4 * filled >= limit * ranks:
             buckets.append(filled)
             filled, limit = 0, _DDP_BUCKETS[1]
     return [*buckets, filled] if filled else buckets
