@@ -42,7 +42,7 @@ class Adapter:
             distributed.init_process_group("gloo", place, rank=job["rank"], world_size=self.workers)
             self.network = DistributedDataParallel(self.module)
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=job["lr"], momentum=job["momentum"])
-        self.loss = torch.compile(self._loss) if tuned else self._loss
+        self.loss = torch.compile(self._loss, options=_compiling()) if tuned else self._loss
 
     def versions(self) -> dict[str, str]:
         on = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
@@ -85,6 +85,16 @@ class Adapter:
         total = torch.tensor(losses, dtype=torch.float64)
         distributed.all_reduce(total)
         return [loss / self.workers for loss in total.tolist()]
+
+
+def _compiling() -> dict[str, Any]:
+    """Return the settings of torch.compile.
+
+    Up to torch 2.13, its reordering can read the gradient of max pooling before it is computed, so that
+    convolutions get a gradient of 0 (https://github.com/pytorch/pytorch/issues/185509).
+    """
+    known = torch._inductor.list_options()
+    return {"reorder_for_peak_memory": False} if "reorder_for_peak_memory" in known else {}
 
 
 class Residual(nn.Module):
