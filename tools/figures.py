@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -132,6 +134,8 @@ def claims() -> Iterator[tuple[str, str]]:
         of_grid,
         of_link,
         of_losses,
+        of_plans,
+        of_networks,
     ):
         yield from part()
 
@@ -413,6 +417,34 @@ def of_losses() -> Iterator[tuple[str, str]]:
     }
     for name, words in rows.items():
         yield "docs/benchmarks.md", f"| {name} | {cell(words, 2)} | {cell(words, 4)} |"
+
+
+def of_plans() -> Iterator[tuple[str, str]]:
+    for name in ("gpt2", "gpt2-medium", "llama-160m", "gpt2-8b"):
+        rows = [row for row in read("plan_memory")["rows"] if row["preset"] == name]
+        errors = [abs(100 * row["error"]) for row in rows]
+        middle, most = v(statistics.median(errors), ".1f"), v(max(errors), ".1f")
+        name += " on 512 GPUs" * (name == "gpt2-8b")
+        yield "docs/planner.md", f"| {name} | {v(len(rows))} | {middle} % | {most} % |"
+
+
+def of_networks() -> Iterator[tuple[str, str]]:
+    page = "docs/benchmarks.md"
+
+    def medians(name: str, *axes: str) -> dict[tuple[Any, ...], float]:
+        return {
+            tuple(row["cell"][axis] for axis in axes): statistics.median(row["samples"])
+            for row in read(name)["rows"]
+        }
+
+    found = medians("networks_workers", "framework", "workers")
+    for name in ("pytorch", "jax", "tensorflow", "paddle", "mxnet"):
+        one, two = (v(1000 * found[name, workers], ".0f") for workers in (1, 2))
+        yield page, f"| {name} | {one} ms | {two} ms |"
+    found = medians("networks_large", "network", "batch", "mode")
+    for name, batch in itertools.product(("fcn-s", "alexnet-s", "resnet-50"), (16, 64)):
+        usual, tuned = (v(found[name, batch, mode], ".2f") for mode in ("default", "tuned"))
+        yield page, f"| {name}, {batch} | {usual} s | {tuned} s |"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ ROOMS = (
 WHOLE = Room("whole", ["."], 33_830)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_850),
-    Room("tools", ["tools"], 1_815),
+    Room("tools", ["tools"], 1_820),
     Room("tests", ["tests"], 30_470),
 )
 

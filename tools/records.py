@@ -149,20 +149,20 @@ ENTRIES = {
         "the frameworks, MNIST's digits in datasets/mnist",
     ),
     "networks_large": Entry(
-        ["shoal", "bench", "networks", *LARGE, "--output", f"{FOLDER}/networks_large.json"], 15, NETWORKS
+        ["shoal", "bench", "networks", *LARGE, "--output", f"{FOLDER}/networks_large.json"], 20, NETWORKS
     ),
     "networks_workers": Entry(
         ["shoal", "bench", "networks", *WORKERS, "--output", f"{FOLDER}/networks_workers.json"],
-        5,
+        2,
         NETWORKS,
         "the frameworks",
     ),
     "networks_trainer": _module("networks", 30, "benchmarks/systems.py", *NETWORKS, *STEP, words=["trainer"]),
     "parity": Entry(PROOF, 1, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *STARTING)),
     "parity_matrix": Entry(PROOF, 6, ("tests/proof/test_parity.py", "src/shoal/parity", *STEP, *REPLICAS)),
-    "plan_time": _module("plan_time", 18, "src/shoal/plan", "benchmarks/layouts.py"),
+    "plan_time": _module("plan_time", 25, "src/shoal/plan", "benchmarks/layouts.py"),
     "plan_memory": _module(
-        "plan_memory", 40, "src/shoal/plan/memory.py", "src/shoal/plan/activations.py", *PLANNED, *STEP
+        "plan_memory", 20, "src/shoal/plan/memory.py", "src/shoal/plan/activations.py", *PLANNED, *STEP
     ),
     "precision": _module("precision", 15, "src/shoal/train/precision.py", "src/shoal/models"),
     "quickstart": Entry(PROOF, 2, ("src/shoal/quickstart.py", "src/shoal/data", *STEP, *STARTING)),
