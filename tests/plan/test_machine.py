@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from shoal.comm.torch_transport import TorchTransport
 from shoal.config.layout import Layout
 from shoal.config.load import load_config
 from shoal.errors import InputError
+from shoal.models.decoder import Block
 from shoal.models.shape import resolve_shape
 from shoal.plan import here, machine, measure_machine
 from shoal.plan.cluster import load_cluster
@@ -138,6 +140,49 @@ def test_each_kernel_is_measured_forward_and_backward(monkeypatch):
         laws = measure_machine._laws(SilentTransport(0, 1), device, dtype, 0.05)
         assert laws.keys() >= {*KERNELS, "product" + BACKWARD, "loss" + BACKWARD, "layer full" + BACKWARD}
         assert all(max(law) > 0 for law in laws.values())
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [("none", (1, 1)), ("selective", (1, 2)), ("full", (2, 2))])
+def test_the_measured_layer_is_computed_again_as_a_trained_one_is(recompute, calls):
+    case = measure_machine._layer(torch.float32, recompute)
+    with (
+        patch.object(Block, "forward", autospec=True, side_effect=Block.forward) as whole,
+        patch.object(Block, "_run", autospec=True, side_effect=Block._run) as inside,
+    ):
+        case.act().sum().backward()
+    assert (case.kernel, whole.call_count, inside.call_count) == (f"layer {recompute}", *calls)
+
+
+def test_measured_calls_keep_their_results_and_their_backward_passes_wait_for_all_of_them():
+    seen = []
+
+    def case(number):
+        leaf = torch.ones(4, requires_grad=True)
+
+        def act():
+            seen.append(f"call {number}")
+            y = leaf * 2
+            y.register_hook(lambda _: seen.append(f"back {number}"))
+            return y
+
+        return measure_machine._Case("add", 0, 1, 1, act, (leaf,))
+
+    copies = [case(number) for number in range(3)]
+    samples = measure_machine._backward(copies, select_device("cpu", 0, 1), 0.0)
+    assert len(samples) == 3
+    assert seen == ["call 0", "call 1", "call 2", "back 0", "call 0", "back 1", "call 1", "back 2"]
+    results = []
+
+    def fresh_result():
+        y = torch.ones(4)
+        results.append(weakref.ref(y))
+        return y
+
+    fresh = [dataclasses.replace(copies[0], act=fresh_result)] * 3
+    turn = measure_machine._turns(fresh)
+    for _ in range(5):
+        turn()
+    assert [one() is not None for one in results] == [False, False, True, True, True]
 
 
 def exchanges_of(seconds):

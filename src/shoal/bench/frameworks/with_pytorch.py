@@ -90,7 +90,7 @@ class Adapter:
 def _compiling() -> dict[str, Any]:
     """Return the settings of torch.compile.
 
-    Up to torch 2.13, its reordering can read the gradient of max pooling before it is computed, so that
+    In torch 2.13, its reordering can read the gradient of max pooling before it is computed, so that
     convolutions get a gradient of 0 (https://github.com/pytorch/pytorch/issues/185509).
     """
     known = torch._inductor.list_options()
