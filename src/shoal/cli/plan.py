@@ -47,7 +47,7 @@ def plan(
     nodes
         Number of nodes (default: as many as --gpus fill).
     link
-        Bandwidth and latency of a device to another node, such as 400gbit or 10gbit,50us.
+        Bandwidth of a device to another node, such as 400gbit, or with a latency: 10gbit,50us (default: the table's).
     cluster
         TOML file that describes the cluster, in place of the four options above; see docs/planner.md.
     layout
