@@ -47,7 +47,8 @@ def plan(
     nodes
         Number of nodes (default: as many as --gpus fill).
     link
-        Bandwidth of a device to another node, such as 400gbit, or with a latency: 10gbit,50us (default: the table's).
+        Bandwidth of a device to another node, such as 400gbit, or with a latency, by default the table's:
+        10gbit,50us.
     cluster
         TOML file that describes the cluster, in place of the four options above; see docs/planner.md.
     layout
