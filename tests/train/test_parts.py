@@ -16,7 +16,13 @@ from shoal.parallel.norm import GradientNorm
 from shoal.runtime.device import Device
 from shoal.train.clock import Rates, StepClock
 from shoal.train.guard import LossGuard
-from shoal.train.optimiser import build_optimiser, clip_gradients, optimiser_tensors, unscale_gradients
+from shoal.train.optimiser import (
+    WholeMuon,
+    build_optimiser,
+    clip_gradients,
+    optimiser_tensors,
+    unscale_gradients,
+)
 from shoal.train.request import refuse_other_run
 from shoal.train.schedule import learning_rate
 from tests.train.ranks import tiny_config
@@ -273,3 +279,30 @@ def test_settings_that_a_resume_honours_are_told_and_moved_data_is_none_of_them(
     other = validate(tiny_config(Path("here"), train={"seed": 4}), "test")
     with pytest.raises(ConfigError, match=r"belongs to another run: train\.seed was 3, now 4"):
         refuse_other_run(other, stored, Path("step-1"))
+
+
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (32, 32)])
+def test_muon_in_fp32_takes_the_steps_of_torch_s_within_the_rounding_of_bf16(shape):
+    start, usual = torch.randn(shape), {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
+    found = []
+    for kind in (torch.optim.Muon, WholeMuon):
+        torch.manual_seed(3)
+        weight = torch.nn.Parameter(start.clone())
+        optimiser = kind([weight], **usual, adjust_lr_fn="match_rms_adamw")
+        for _ in range(3):
+            weight.grad = torch.randn(shape)
+            kept = weight.grad.clone()
+            optimiser.step()
+            assert torch.equal(weight.grad, kept)
+        found.append((weight.detach() - start, optimiser.state[weight]["momentum_buffer"]))
+    (theirs, their_momentum), (ours, our_momentum) = found
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert torch.equal(our_momentum, their_momentum)
+
+
+@pytest.mark.parametrize(("native", "kind"), [(True, torch.optim.Muon), (False, WholeMuon)])
+def test_muon_is_in_fp32_where_bf16_is_slow(monkeypatch, native, kind):
+    monkeypatch.setattr("shoal.train.optimiser.bf16_is_native", lambda device: native)
+    named = {"blocks.0.up": torch.nn.Parameter(torch.randn(8, 4))}
+    optimiser = build_optimiser(named, Optimizer(name="muon"))
+    assert type(optimiser._parts[-1]) is kind

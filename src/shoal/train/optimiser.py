@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config.sections import Optimizer
 from shoal.errors import ShoalError
+from shoal.runtime.device import bf16_is_native
 from shoal.runtime.mesh import local_gradient
 
 
@@ -36,6 +37,34 @@ class Optimiser:
             part.step()
 
 
+class WholeMuon(torch.optim.Muon):
+    """torch's Muon with its Newton-Schulz iterations in fp32, for processors without bf16 units.
+
+    There, products in bf16 take some 50 times as long. Takes `adjust_lr_fn="match_rms_adamw"`.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step; `closure` is not used."""
+        for group in self.param_groups:
+            a, b, c = group["ns_coefficients"]
+            for weight in (p for p in group["params"] if p.grad is not None):
+                state, grad = self.state[weight], weight.grad
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(grad)
+                update = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+                if group["nesterov"]:
+                    update = grad.lerp(update, group["momentum"])
+                wide = update.T if update.size(0) > update.size(1) else update
+                wide = wide / wide.norm().clamp(min=group["eps"])
+                for _ in range(group["ns_steps"]):
+                    gram = wide @ wide.T
+                    wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = 0.2 * group["lr"] * max(weight.shape) ** 0.5
+                weight.sub_(wide.T if update.size(0) > update.size(1) else wide, alpha=rate)
+
+
 def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimiser:
     """Make the optimiser of the configuration; matrices and embeddings decay, biases and norms do not.
 
@@ -56,8 +85,9 @@ def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimi
         torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     ]
     if muon:
+        kind = torch.optim.Muon if bf16_is_native(next(iter(named.values())).device) else WholeMuon
         parts.append(
-            torch.optim.Muon(
+            kind(
                 [named[name] for name in sorted(muon)],
                 lr=config.lr,
                 weight_decay=config.weight_decay,
