@@ -44,8 +44,8 @@ $(READY) $(DEMO_READY) $(OTHER)/.ready: pyproject.toml constraints.txt tools/set
 demo: $(DEMO_READY) ## text in, a trained GPT out, with a killed and recovered process on the way (3 minutes)
 	$(BIN)/shoal quickstart
 
-test: setup ## run the test suite, two files at a time
-	$(BIN)/python -m pytest -m "not proof" -n 2 --dist loadfile $(ARGS)
+test: setup ## run the test suite, three files at a time: many tests wait
+	$(BIN)/python -m pytest -m "not proof" -n 3 --dist loadfile $(ARGS)
 
 proof: setup ## run the long tests, those that take times or all cores by themselves; the rest two files at a time
 	@failed=0; \
