@@ -452,6 +452,10 @@ def of_networks() -> Iterator[tuple[str, str]]:
     for name, batch in itertools.product(("fcn-s", "alexnet-s", "resnet-50"), (16, 64)):
         usual, tuned = (v(found[name, batch, mode], ".2f") for mode in ("default", "tuned"))
         yield page, f"| {name}, {batch} | {usual} s | {tuned} s |"
+    for name, row in read("networks_trainer")["networks"].items():
+        plain, with_settings = (v(ratio, ".2f") for ratio in row["ratio"].values())
+        ours = v(1000 * row["median_s"]["shoal"], ".0f")
+        yield page, f"| {name}, {row['batch']} | {ours} ms | {plain} | {with_settings} |"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ ROOMS = (
 WHOLE = Room("whole", ["."], 33_850)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_850),
-    Room("tools", ["tools"], 1_825),
+    Room("tools", ["tools"], 1_830),
     Room("tests", ["tests"], 30_530),
 )
 
