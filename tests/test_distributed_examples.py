@@ -128,14 +128,14 @@ def test_the_ring_in_chunks_sends_less(size, sent):
 
 @pytest.fixture
 def few_digits(tmp_path):
-    """The first 1,500 of MNIST's test part."""
+    """The first 700 of MNIST's test part."""
     folder = tmp_path / "digits"
     folder.mkdir()
     for kind, start, each in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
         (path,) = MNIST.glob(f"*{kind}*")
         data = gzip.decompress(path.read_bytes())
-        count = (1500).to_bytes(4, "big")
-        (folder / f"few-{kind}-ubyte").write_bytes(data[:4] + count + data[8 : start + 1500 * each])
+        count = (700).to_bytes(4, "big")
+        (folder / f"few-{kind}-ubyte").write_bytes(data[:4] + count + data[8 : start + 700 * each])
     return folder
 
 

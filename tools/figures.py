@@ -444,13 +444,18 @@ def of_networks() -> Iterator[tuple[str, str]]:
             for row in read(name)["rows"]
         }
 
+    frameworks, modes = ("pytorch", "jax", "tensorflow", "paddle", "mxnet"), ("default", "tuned")
+    found = medians("networks", "network", "framework", "batch", "threads", "mode")
+    for name, mode in itertools.product(("fcn-r", "alexnet-r", "resnet-56", "lstm"), modes):
+        cells = (v(1000 * found[name, framework, 128, 2, mode], ".0f") for framework in frameworks)
+        yield page, f"| {name} | `{mode}` | {' | '.join(cells)} |"
     found = medians("networks_workers", "framework", "workers")
-    for name in ("pytorch", "jax", "tensorflow", "paddle", "mxnet"):
+    for name in frameworks:
         one, two = (v(1000 * found[name, workers], ".0f") for workers in (1, 2))
         yield page, f"| {name} | {one} ms | {two} ms |"
     found = medians("networks_large", "network", "batch", "mode")
     for name, batch in itertools.product(("fcn-s", "alexnet-s", "resnet-50"), (16, 64)):
-        usual, tuned = (v(found[name, batch, mode], ".2f") for mode in ("default", "tuned"))
+        usual, tuned = (v(found[name, batch, mode], ".2f") for mode in modes)
         yield page, f"| {name}, {batch} | {usual} s | {tuned} s |"
     for name, row in read("networks_trainer")["networks"].items():
         plain, with_settings = (v(ratio, ".2f") for ratio in row["ratio"].values())

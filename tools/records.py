@@ -138,7 +138,7 @@ ENTRIES = {
     "mutate": Entry(["tools.mutate"], 240, ("tools/mutate", *MUTATED), needs="hours"),
     "networks": Entry(
         ["shoal", "bench", "networks", *TIMED, "--output", f"{FOLDER}/networks.json"],
-        60,
+        80,
         NETWORKS,
         "the frameworks",
     ),

@@ -1,5 +1,6 @@
 """Schedule, optimiser groups, guard, clock and rates, each by itself."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -119,6 +120,23 @@ def test_optimiser_state_exists_before_the_first_step_and_changes_no_weight(mode
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert "blocks.0.mlp.up.weight.momentum_buffer" in state
     assert "embed.weight.exp_avg" in state
+
+
+def test_sgd_takes_the_steps_of_plain_sgd(model):
+    """`weight_decay` is a penalty of matrices alone; torch's own loop over parameters is the reference."""
+    plain = copy.deepcopy(model)
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim >= 2)} for p in plain.parameters()]
+    reference = torch.optim.SGD(groups, lr=0.2, momentum=0.9, foreach=False)
+    optimiser = build_optimiser(dict(model.named_parameters()), Optimizer(name="sgd", momentum=0.9))
+    assert all(group["fused"] for group in optimiser.param_groups)
+    for _ in range(3):
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            left.grad = torch.randn_like(left)
+            right.grad = left.grad.clone()
+        optimiser.step(0.2)
+        reference.step()
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
 
 
 def test_optimiser_state_is_made_with_one_gradient_at_a_time(model, monkeypatch):

@@ -56,7 +56,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, how: CrossEntropy) -> Tensor:
         log_total_n = torch.empty(len(targets_n), dtype=torch.float32, device=logits_nv.device)
         log_total = how.log_total if ctx.needs_input_grad[0] else _log_total  # evaluation has other shapes
-        for rows in _chunks(logits_nv):
+        for rows in row_chunks(logits_nv):
             log_total_n[rows] = log_total(logits_nv[rows])
         first = how.columns.first if how.columns else 0
         column_n = targets_n - first
@@ -73,7 +73,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits_nv, column_n, held_n, picked_n, log_total_n = ctx.saved_tensors
-        for rows in _chunks(logits_nv):
+        for rows in row_chunks(logits_nv):
             ctx.how.to_gradient(logits_nv[rows], log_total_n[rows], grads[0])
         # The target's own, softmax - 1, is small where the model is right: worked out before any rounding.
         target_n = ((picked_n - log_total_n).expm1() * grads[0]).to(logits_nv.dtype)
@@ -92,7 +92,7 @@ def row_losses(logits_nv: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
     losses_n = torch.empty(len(targets_n), dtype=torch.float32, device=logits_nv.device)
     likeliest_n = torch.zeros(len(targets_n), dtype=torch.bool, device=logits_nv.device)
     picked_n = logits_nv.gather(1, targets_n[:, None]).squeeze(1)
-    for rows in _chunks(logits_nv):
+    for rows in row_chunks(logits_nv):
         part_nv, picked = logits_nv[rows], picked_n[rows]
         losses_n[rows] = _log_total(part_nv) - picked.float()
         likely = (picked >= part_nv.amax(dim=-1)).nonzero().squeeze(1)
@@ -109,7 +109,8 @@ def _to_gradient(logits_nv: Tensor, log_total_n: Tensor, factor: Tensor) -> Tens
     return logits_nv.copy_((logits_nv - log_total_n[:, None]).exp_().mul_(factor))
 
 
-def _chunks(logits_nv: Tensor) -> Iterator[slice]:
+def row_chunks(logits_nv: Tensor) -> Iterator[slice]:
+    """Return the rows that are worked on at a time."""
     num_rows, vocab_size = logits_nv.shape
     fit = max(1, _CHUNK_ELEMENTS[logits_nv.device.type] // vocab_size)
     size = 1 << (fit.bit_length() - 1)  # a power of two leaves no smaller last chunk, to be compiled as well

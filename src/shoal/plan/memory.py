@@ -6,7 +6,7 @@ docs/planner.md has each formula with its source; `shoal.plan.simulate` checks t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -154,16 +154,16 @@ class _Rank:
             moments += self._micro_batch(held)
         moments.append(self._moment("gradients summed", _Held(self.shards, communication=self._flat())))
         moments.append(self._moment("optimiser step", _Held(self.shards, activations=self._update())))
-        host = self.shards + self._optimizer() + self.shards if self.offload else 0
+        host = self.shards + self.optimizer + self.shards if self.offload else 0
         return RankMemory(self.rank, tuple(moments), host)
 
     def _moment(self, name: str, held: _Held) -> Moment:
-        sizes = dict.fromkeys(CATEGORIES, 0) | asdict(held)
+        sizes = dict.fromkeys(CATEGORIES, 0) | vars(held)
         sizes["pipeline"] = self._boundaries()
         if self.offload:  # one block's shards pass through the device
             sizes |= {"gradients": 0, "offload": 2 * self.block_weights // self.layout.dp_shard}
         else:
-            sizes |= {"weights": self.shards, "optimizer": self._optimizer()}
+            sizes |= {"weights": self.shards, "optimizer": self.optimizer}
         if self.inputs_on_host:
             sizes |= {"layer_inputs": 0, "offload": sizes["offload"] + 2 * self.block.stream}
         if not self.on_cpu:
@@ -171,8 +171,9 @@ class _Rank:
             sizes["context"] = _CONTEXT_BYTES
         return Moment(name, sizes)
 
-    def _optimizer(self) -> int:
-        """Return two moments and a counter a tensor for AdamW, momentum alone for SGD and Muon."""
+    @cached_property
+    def optimizer(self) -> int:
+        """Two moments and a counter a tensor for AdamW, momentum alone for SGD and Muon."""
         settings, parts = self.workload.config.optimizer, self.layout.dp_shard
         if settings.name == "sgd":
             return self.shards if settings.momentum else 0
@@ -373,9 +374,9 @@ class _Rank:
         return max(sizes) * 3 // 2 if half else max(sizes)
 
     def _update(self) -> int:
-        """Return what the optimiser's update needs beside its state; AdamW's fused kernel needs nothing."""
-        settings = self.workload.config.optimizer
-        if settings.name == "sgd" and settings.weight_decay:  # is added to the gradient
+        """Return what the optimiser's update needs beside its state; a fused kernel needs nothing."""
+        settings, is_cut = self.workload.config.optimizer, self.layout.zero > 0 or self.layout.tp > 1
+        if settings.name == "sgd" and settings.weight_decay and is_cut:  # decay is added to the gradient
             return 4 * max(group.largest() for group, _ in self.groups) // self.layout.dp_shard
         return 4 * 4 * self.groups[0][0].largest() if settings.name == "muon" else 0
 

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.data.loader import Batch
 from shoal.gradsync.replicas import SynchronousReplicas
-from shoal.models.loss import CrossEntropy
+from shoal.models import loss
 from shoal.parallel import apply as wrapping
 from shoal.parallel.compile import Compilation
 from shoal.parallel.tensor import Axis, VocabularyPart
@@ -187,7 +187,7 @@ class _PaperTask(Gpt):
         dtype = _FORMATS[workload.dtype]
         self.device = _CPU
         self._autocast = lambda: torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-        self._cross_entropy = CrossEntropy(columns)
+        self._cross_entropy = loss.CrossEntropy(columns)
         self._reset_after = 0 if self.config.data.reset_documents else None
 
     def micro_batches(self, batch: Any) -> list[MicroBatch]:
@@ -237,10 +237,8 @@ def record_history(workload: Workload, rank: int, steps: int) -> list[_Change]:
 
 @contextmanager
 def _fake_world(workload: Workload, rank: int, tracker: _Tracker) -> Iterator[Process]:
-    plain_resize, plain_propagate = (
-        torch.UntypedStorage.resize_,
-        ShardingPropagator._propagate_tensor_meta_non_cached,
-    )
+    plain_resize, chunks = torch.UntypedStorage.resize_, loss.row_chunks
+    plain_propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         out = plain_resize(storage, size)
@@ -265,6 +263,8 @@ def _fake_world(workload: Workload, rank: int, tracker: _Tracker) -> Iterator[Pr
             stack.enter_context(patch.object(wrapping, "DistributedDataParallel", _Replica))
             # Weights have no values, and a large model takes thousands of operations to draw them.
             stack.enter_context(patch.object(wrapping, "initialise", lambda *_: None))
+            # Chunks of logits are alike, and a chunk may begin before the memory of the one before is free.
+            stack.enter_context(patch.object(loss, "row_chunks", lambda logits: list(chunks(logits))[:2]))
             group = dist.group.WORLD
             assert group is not None
             device = Device(_CPU, "fake", "fake")

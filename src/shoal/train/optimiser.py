@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.config.sections import Optimizer
 from shoal.errors import ShoalError
@@ -79,7 +80,8 @@ def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimi
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     if config.name == "sgd":
-        return Optimiser([torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)])
+        fused = not any(isinstance(p, DTensor) for p in named.values())  # torch has no such kernel for them
+        return Optimiser([torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)])
     betas = (config.beta1, config.beta2)
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
