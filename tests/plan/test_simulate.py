@@ -98,11 +98,11 @@ def test_ranks_hold_what_is_predicted(pool, tmp_path, data, layout):
 def test_simulated_passes_need_what_real_ones_do(style, how, vocab_size):
     """Of a small vocabulary the peak is in the blocks, of a large one at the embedding."""
     model = {"style": style, "d_model": 256, "max_seq_len": 256}
-    train = {"micro_batch_size": 4, "seq_len": 256, "recompute": how}
+    train = {"micro_batch_size": 2, "seq_len": 256, "recompute": how}
     planned = workload("tiny", model=model, train=train, vocab_size=vocab_size)
     decoder = build_decoder(planned.shape, 1, "cpu")
     decoder.set_recompute(how, 1)
-    tokens = torch.randint(0, vocab_size, (4, 257), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, vocab_size, (2, 257), generator=torch.Generator().manual_seed(1))
 
     def passes():
         decoder.zero_grad(set_to_none=True)
