@@ -61,6 +61,15 @@ def test_state_of_other_optimisers_is_exact(name, layout):
         assert held(memory) == held(simulate(planned, memory.pp_rank))
 
 
+@pytest.mark.parametrize("layout", ["dp2", "zero3x2", "tp2"])
+def test_sgd_adds_the_decay_to_a_gradient_of_its_own_where_torch_cannot_fuse_it(layout):
+    few = {"micro_batch_size": 1, "seq_len": 16}  # tokens take next to nothing
+    planned = workload("gpt2", layout, vocab_size=509, train=few, optimizer={"name": "sgd"})
+    (predicted,) = (m.total for m in memory_of(planned)[0].moments if m.name == "optimiser step")
+    (seen,) = (moment.total for moment in simulate(planned).moments if moment.name == "optimiser")
+    assert predicted == pytest.approx(seen, rel=1e-3)
+
+
 def held_by_rank(run_dir, values):
     """Take a step and return the bytes of this rank's tensors."""
     job = make_job(run_dir, values)
