@@ -24,7 +24,7 @@ print((total - first) / (time.perf_counter() - began))
 
 
 def test_a_transfer_goes_at_the_rate_of_the_cable():
-    """2.5 MB at 10 MB/s, less the bucket that passes at once; headers take a twentieth, a busy machine more."""
+    """2.5 MB at 10 MB/s, less the bucket that passes at once; headers and a busy machine take their share."""
     rates = []
     with make_hosts(10e6) as two:
         for _ in range(3):
