@@ -64,7 +64,8 @@ def test_state_of_other_optimisers_is_exact(name, layout):
 @pytest.mark.parametrize("layout", ["dp2", "zero3x2", "tp2"])
 def test_sgd_adds_the_decay_to_a_gradient_of_its_own_where_torch_cannot_fuse_it(layout):
     few = {"micro_batch_size": 1, "seq_len": 16}  # tokens take next to nothing
-    planned = workload("gpt2", layout, vocab_size=509, train=few, optimizer={"name": "sgd"})
+    sections = {"model": {"n_layers": 2}, "train": few, "optimizer": {"name": "sgd"}}
+    planned = workload("gpt2", layout, vocab_size=509, **sections)
     (predicted,) = (m.total for m in memory_of(planned)[0].moments if m.name == "optimiser step")
     (seen,) = (moment.total for moment in simulate(planned).moments if moment.name == "optimiser")
     assert predicted == pytest.approx(seen, rel=1e-3)
@@ -106,7 +107,7 @@ def test_ranks_hold_what_is_predicted(pool, tmp_path, data, layout):
 )
 def test_simulated_passes_need_what_real_ones_do(style, how, vocab_size):
     """Of a small vocabulary the peak is in the blocks, of a large one at the embedding."""
-    model = {"style": style, "d_model": 256, "max_seq_len": 256}
+    model = {"style": style, "n_layers": 2, "d_model": 256, "max_seq_len": 256}
     train = {"micro_batch_size": 2, "seq_len": 256, "recompute": how}
     planned = workload("tiny", model=model, train=train, vocab_size=vocab_size)
     decoder = build_decoder(planned.shape, 1, "cpu")
@@ -157,7 +158,7 @@ def test_peak_of_each_pipeline_rank_is_within_five_percent(schedule):
 
 def test_a_peak_at_the_end_of_a_forward_pass_is_that_of_autocasts_copies():
     """Few tokens and all recomputed, so that copies of weights are most of what a first stage adds."""
-    model, train = {"n_layers": 8, "max_seq_len": 64}, {"recompute": "full", "seq_len": 64}
+    model, train = {"n_layers": 4, "max_seq_len": 64}, {"recompute": "full", "seq_len": 64}
     planned = workload(
         "gpt2",
         "pp2",
@@ -180,8 +181,8 @@ def test_peak_with_plain_attention_and_dropout_is_within_five_percent(dtype):
 
 
 def test_a_rank_of_512_is_simulated_and_predicted():
-    """Four layers of the 8.3B model, of which make proof takes all 72."""
-    planned = workload("gpt2-8b", "dp64*tp8", "bf16", model={"n_layers": 4}, train={"recompute": "full"})
+    """Two layers of the 8.3B model, of which make proof takes all 72."""
+    planned = workload("gpt2-8b", "dp64*tp8", "bf16", model={"n_layers": 2}, train={"recompute": "full"})
     (memory,) = memory_of(planned)
     seen = simulate(planned, 511)
     assert held(memory) == held(seen)
