@@ -31,10 +31,12 @@ LEAVES = [
 ]
 
 
-def help_seconds():
-    """Processor time of one `shoal --help`: what a user waits for where nothing else runs."""
-    command = [sys.executable, "-m", "shoal", "--help"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+SMALLEST = "from cyclopts import App\nApp(name='shoal')(['--help'], result_action='return_value')\n"
+
+
+def help_seconds(*program):
+    """Processor time of a help page: what a user waits for where nothing else runs."""
+    child = subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
@@ -42,7 +44,14 @@ def help_seconds():
 
 
 def test_help_answers_in_under_0_3_seconds():
-    assert any(help_seconds() < 0.3 for _ in range(40))  # others may share the core for a while
+    """Or, on a slow machine, within half as much again as the smallest program of the same library."""
+    ours, smallest = [], []
+    for _ in range(10):  # others may share the core for a while
+        ours.append(help_seconds("-m", "shoal", "--help"))
+        if ours[-1] < 0.3:
+            return
+        smallest.append(help_seconds("-c", SMALLEST))
+    assert min(ours) < 1.5 * min(smallest), (ours, smallest)
 
 
 def test_help_loads_no_heavy_package():
