@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -36,6 +37,17 @@ def pytest_configure() -> None:
     users = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     os.environ.setdefault("USERS_CACHE_HOME", users)  # not those of the process that distributes tests
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shoal-tests-")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Load the tests without looking for garbage, which takes as long; nor are they looked at later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

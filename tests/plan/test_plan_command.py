@@ -153,7 +153,10 @@ def test_apply_leaves_a_file_that_it_cannot_edit(tmp_path, capsys):
         (("gpt2", "--cluster", "c.toml", "--link", "1gbit"), "leave --link out, and write it into c.toml"),
         (("fcn-r",), "model.network = fcn-r: decoders alone are planned"),
         (("gpt2", *H100, "--json", "/no/folder/x.json"), "there is no such folder"),
-        (("gpt2-8b", "--gpu", "rtx3090", "--gpus", "1"), "no layout of 1 device is legal and fits"),
+        (
+            ("gpt2-xl", "--gpu", "rtx3090", "--gpus", "1", "--parallel.no-offload"),
+            "no layout of 1 device is legal and fits",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(arguments, message):
