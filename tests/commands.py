@@ -20,6 +20,8 @@ from shoal.launch import forking
 
 _LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "tests.warm")
 Done = subprocess.CompletedProcess[str]
+# The smallest program of the command line's library: what its time depends on is the machine alone.
+SMALLEST = "from cyclopts import App\nApp(name='shoal')(['--help'], result_action='return_value')\n"
 
 
 class Command:
@@ -71,6 +73,15 @@ class Command:
 def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 90) -> Done:
     """Run `shoal ARGUMENTS` to its end."""
     return Command(*arguments, env=env).end(timeout)
+
+
+def processor_seconds(*program: str) -> float:
+    """Return the processor time of a Python program: what a user waits for where nothing else runs."""
+    child = subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 @functools.cache

@@ -31,26 +31,14 @@ LEAVES = [
 ]
 
 
-SMALLEST = "from cyclopts import App\nApp(name='shoal')(['--help'], result_action='return_value')\n"
-
-
-def help_seconds(*program):
-    """Processor time of a help page: what a user waits for where nothing else runs."""
-    child = subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0
-    return usage.ru_utime + usage.ru_stime
-
-
 def test_help_answers_in_under_0_3_seconds():
     """Or, on a slow machine, within half as much again as the smallest program of the same library."""
     ours, smallest = [], []
     for _ in range(10):  # others may share the core for a while
-        ours.append(help_seconds("-m", "shoal", "--help"))
+        ours.append(commands.processor_seconds("-m", "shoal", "--help"))
         if ours[-1] < 0.3:
             return
-        smallest.append(help_seconds("-c", SMALLEST))
+        smallest.append(commands.processor_seconds("-c", commands.SMALLEST))
     assert min(ours) < 1.5 * min(smallest), (ours, smallest)
 
 

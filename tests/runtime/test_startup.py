@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.tiny_dataset import random_dataset
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -222,7 +223,14 @@ def seconds_until_the_first_word(data):
 
 
 def test_the_first_words_come_within_half_a_second(data):
-    assert any(seconds_until_the_first_word(data) < 0.5 for _ in range(5))  # others may share the core
+    """Or, on a slow machine, in twice the time of the smallest program of the same library."""
+    ours, smallest = [], []
+    for _ in range(5):  # others may share the core
+        ours.append(seconds_until_the_first_word(data))
+        if ours[-1] < 0.5:
+            return
+        smallest.append(commands.processor_seconds("-c", commands.SMALLEST))
+    assert min(ours) < 2 * min(smallest), (ours, smallest)
 
 
 def test_what_takes_no_time_says_nothing(tmp_path):
