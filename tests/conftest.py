@@ -41,7 +41,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Load the tests without looking for garbage, which takes as long; nor are they looked at later."""
+    """Load the tests with the garbage collector off, and leave what is loaded out of its later rounds."""
     gc.disable()
     try:
         return (yield)
