@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -98,16 +99,28 @@ def read_toml(path: Path) -> str:
 
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    _refuse_unknown(values, source, text)
+    return values
 
 
-def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
+def line_of(text: str, *keys: str) -> str:
+    """Return ", line N" of a key in a TOML file, given the sections around it first; "" if none is found."""
+    lines, found = text.splitlines(), 0
+    for key in keys:
+        pattern = re.compile(rf"[\s\[\"']*{re.escape(key)}(?![\w-])")
+        found = next((n for n in range(found + 1, len(lines) + 1) if pattern.match(lines[n - 1])), found)
+    return f", line {found}" if found else ""
+
+
+def _refuse_unknown(values: Mapping[str, Any], source: str, text: str = "") -> None:
     for section, fields in values.items():
         if section not in Config.model_fields:
             raise ConfigError(
-                f"{source}: unknown section [{section}]", hint=nearest(section, Config.model_fields)
+                f"{source}{line_of(text, section)}: unknown section [{section}]",
+                hint=nearest(section, Config.model_fields),
             )
         model = Config.model_fields[section].annotation
         assert isinstance(model, type), section
@@ -119,7 +132,8 @@ def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
         for name in fields:
             if name not in model.model_fields:
                 near = _in_another_section(name) or nearest(name, model.model_fields)
-                raise ConfigError(f"{source}: unknown key {section}.{name}", hint=near)
+                where = f"{source}{line_of(text, section, name)}"
+                raise ConfigError(f"{where}: unknown key {section}.{name}", hint=near)
 
 
 def _in_another_section(name: str) -> str:

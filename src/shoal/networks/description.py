@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from shoal.config.load import read_toml
+from shoal.config.load import line_of, read_toml
 from shoal.errors import ConfigError, nearest
 
 CLASSES = "classes"  # as `out` of the last layer: as many as the task has
@@ -270,7 +270,9 @@ def parse(text: str, source: str) -> Description:
     allowed = ("title", "source", "input", "tokens", "classes", "layers")
     for name in values:
         if name not in allowed:
-            raise ConfigError(f"{source}: unknown key {name}", hint=nearest(name, allowed))
+            raise ConfigError(
+                f"{source}{line_of(text, name)}: unknown key {name}", hint=nearest(name, allowed)
+            )
     sample, tokens, classes = values.get("input", []), values.get("tokens", 0), values.get("classes", 0)
     if (
         not _is_size(classes)
@@ -281,7 +283,7 @@ def parse(text: str, source: str) -> Description:
         raise ConfigError(f"{source}: classes, layers, and input or tokens must be given", hint=_EXAMPLE)
     if bool(sample) == bool(tokens) or len(sample) > 3 or not all(map(_is_size, sample)):
         raise ConfigError(
-            f"{source}: input = {sample}, tokens = {tokens}",
+            f"{source}{line_of(text, 'input' if sample else 'tokens')}: input = {sample}, tokens = {tokens}",
             hint="give input = [channels, height, width] or [features], or tokens = N",
         )
     reader = _Reader(source, starts)

@@ -23,7 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.config.load import read_toml
+from shoal.config.load import line_of, read_toml
 from shoal.errors import InputError, counted, nearest
 from shoal.plan.link_cost import Link, parse_rate
 
@@ -182,9 +182,7 @@ def _read(file: Path) -> Cluster:
         raise InputError(f"{file} is not valid TOML: {error}") from error
 
     def refuse(key: str, problem: str, hint: str = "") -> InputError:
-        lines = text.splitlines()
-        found = [number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[?{key}\b", line)]
-        return InputError(f"{file}{f', line {found[0]}' if found else ''}: {problem}", hint=hint)
+        return InputError(f"{file}{line_of(text, key)}: {problem}", hint=hint)
 
     top = {"nodes", "per_node", "inside", "across", "device"}
     if unknown := sorted(given.keys() - top):
