@@ -48,8 +48,10 @@ LARGE = {
 }
 CASES: dict[str, dict[str, Any]] = {
     **{f"tiny, {nproc} processes": TINY | {"nproc": nproc} for nproc in (2, 4, 8)},
+    **{f"tiny, {layout}": TINY | {"layout": layout} for layout in ("zero3x2", "tp2")},
     "6 layers, 1 process": LARGE | {"nproc": 1, "runtime.threads": 2},
     "6 layers, 2 replicas": LARGE | {"nproc": 2},
+    "6 layers, zero3x2": LARGE | {"layout": "zero3x2"},
     "6 layers, 2 replicas, int8 at 200 Mbit/s": LARGE
     | {"nproc": 2, "sync.strategy": "int8", "runtime.slow_link": 200},
 }

@@ -63,7 +63,11 @@ def _call(process: Any, tell: Any, path: list[str], call: bytes) -> Any:
         return fn(*args)
     finally:
         if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import _redistribute
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-            # It holds meshes of this job, which look like those of the next one, and whose groups are gone.
+            # They hold meshes of this job, which look like those of the next one, and whose groups are gone
+            # but for their threads, which wake 100 times a second.
             _clear_sharding_prop_cache()
+            _redistribute.clear_redistribute_planner_cache()
+            _redistribute._gen_transform_infos.cache_clear()

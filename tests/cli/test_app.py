@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from typing import get_args
 
+import docstring_parser
 import pytest
 from cyclopts import App, CycloptsError
 
@@ -16,7 +18,7 @@ from shoal.cli.app import app
 from shoal.cli.help import usage_error
 from shoal.cli.setup import completion, config
 from shoal.config.load import config_from_toml, load_config, preset_names
-from shoal.config.sections import Config
+from shoal.config.sections import Config, Section
 from shoal.errors import InputError
 from tests import commands
 
@@ -50,6 +52,19 @@ def test_help_loads_no_heavy_package():
     )
     heavy = {"torch", "numpy", "ray", "transformers", "tokenizers", "pyarrow", "pydantic"}
     assert not {name for name in heavy if f"'{name}'" in done.stderr}
+
+
+@pytest.mark.parametrize("words", [("train", "--help"), ("completion", "bash")])
+def test_docstrings_of_a_class_are_read_once(words, monkeypatch, capsys):
+    read, of = [], inspect.getsource
+    monkeypatch.setattr(docstring_parser, "parse_from_object", docstring_parser.parse_from_object)
+    monkeypatch.setattr(inspect, "getsource", lambda which: read.append(which) or of(which))
+    monkeypatch.setattr(sys, "argv", ["shoal", *words])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert "--model.n-layers" in capsys.readouterr().out
+    assert Section in read
+    assert len(read) == len(set(read))
 
 
 def test_help_lists_every_command():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal
@@ -310,6 +311,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character is no reason to fail
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if {*HELP_FLAGS, "completion"} & {*sys.argv}:  # cyclopts reads classes and their bases for each use
+        import docstring_parser
+
+        docstring_parser.parse_from_object = cache(docstring_parser.parse_from_object)
     try:
         status = app(result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shoal.config.sections import Optimizer
 from shoal.errors import ShoalError
 from shoal.runtime.device import bf16_is_native
-from shoal.runtime.mesh import local_gradient
+from shoal.runtime.mesh import local, local_gradient
 
 
 class Optimiser:
@@ -36,6 +36,20 @@ class Optimiser:
             group["lr"] = rate
         for part in self._parts:
             part.step()
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW, computed on what this rank holds of each tensor; the state is cut like the weights.
+
+    An update is of each element by itself. DTensor would look for the layout of hundreds of tensors together:
+    0.2 s for the first step of a small model, 0.04 s for each tensor of a state that is made alone.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
 
 class WholeMuon(torch.optim.Muon):
@@ -84,7 +98,7 @@ def build_optimiser(named: dict[str, nn.Parameter], config: Optimizer) -> Optimi
         return Optimiser([torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)])
     betas = (config.beta1, config.beta2)
     parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        LocalAdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     ]
     if muon:
         kind = torch.optim.Muon if bf16_is_native(next(iter(named.values())).device) else WholeMuon
