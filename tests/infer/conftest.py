@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from tests.models.conftest import one_thread  # noqa: F401
 from tests.tiny_dataset import random_dataset
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
