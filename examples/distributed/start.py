@@ -40,8 +40,9 @@ def run(work: Callable[..., None], size: int, *arguments: Any, way: str = "envir
         return
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / "store") if way == "file" else str(free_port())
-        context = multiprocessing.get_context("forkserver")  # a fork would copy locks that other threads hold
-        context.set_forkserver_preload(["torch"])  # once for all
+        # From a server without threads, as a fork copies locks that they hold. Elsewhere that is unsafe, too.
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        context.set_forkserver_preload(["torch"])  # loaded once for all
         ranks = [
             context.Process(target=rank_process, args=(work, rank, size, way, place, arguments), daemon=True)
             for rank in range(size)
