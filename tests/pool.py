@@ -59,15 +59,4 @@ def _call(process: Any, tell: Any, path: list[str], call: bytes) -> Any:
     sys.path[:] = path  # test modules without a package live in folders that pytest added later
     torch.manual_seed(0)
     fn, args = pickle.loads(call)
-    try:
-        return fn(*args)
-    finally:
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor import _redistribute
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            # They hold meshes of this job, which look like those of the next one, and whose groups are gone
-            # but for their threads, which wake 100 times a second.
-            _clear_sharding_prop_cache()
-            _redistribute.clear_redistribute_planner_cache()
-            _redistribute._gen_transform_infos.cache_clear()
+    return fn(*args)

@@ -1,6 +1,13 @@
 """Warm processes that run as ranks: results by rank, and a sentence for one that fails."""
 
+import sys
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shoal.config.sections import Runtime
 from shoal.errors import ShoalError
@@ -21,6 +28,27 @@ def test_each_call_takes_as_many_ranks_as_it_needs(pool):
     assert pool.run("one", words.append, 1, sabotage.add_up, 10) == [10]
     assert pool.run("three", words.append, 3, sabotage.add_up, 10) == [33, 33, 33]
     assert words == ["adding", "adding"]
+
+
+def use_a_mesh(process, tell):
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    whole = distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]).full_tensor()
+    assert whole.sum() == 4
+
+
+def loops(process, tell):
+    """Count the threads that listen for a process group's messages."""
+    return [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")].count(
+        "gloo_tcp_loop"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_process_groups_end_with_their_call(pool):
+    before = pool.run("count", print, 2, loops)
+    assert min(before) > 0
+    pool.run("mesh", print, 2, use_a_mesh)
+    assert pool.run("count", print, 2, loops) == before
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,19 @@ def _run(
         return fn(_join(store, runtime, info), lambda word: pipe.send(("word", word)), *args)
     finally:
         leave()
+        _forget_meshes()
         gc.collect()  # models hold themselves in cycles
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: their meshes equal those of the next call, and keep threads of dead groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _join(store: dist.Store, runtime: Runtime, info: RankInfo) -> Process:
