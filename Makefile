@@ -23,6 +23,7 @@ OTHER := .venv-torch-$(TORCH)
 # `mypy --strict` for every module that does not mention torch, plain mypy for the rest.
 TORCH_FREE = $(shell grep -rLE --include='*.py' '^ *(import|from) torch' src/shoal tools)
 
+unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile the sources anew
 .NOTPARALLEL:  # setup and demo install into the same .venv
 .PHONY: help setup demo test proof check mutate bench bench-train gpu-check gpu-rehearse test-torch wheels clean
 .DEFAULT_GOAL := help

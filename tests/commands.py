@@ -18,7 +18,8 @@ from tempfile import TemporaryFile
 
 from shoal.launch import forking
 
-_LOADED = (*forking.PRELOADED, "shoal.infer.terminal", "shoal.parity.command", "tests.warm")
+_MORE = ("plan.grading", "diagnosis.verdict", "data.prepare.run", "infer.terminal", "parity.command")
+_LOADED = (*forking.PRELOADED, *(f"shoal.{name}" for name in _MORE), "tests.warm")
 Done = subprocess.CompletedProcess[str]
 # The smallest program of the command line's library: what its time depends on is the machine alone.
 SMALLEST = "from cyclopts import App\nApp(name='shoal')(['--help'], result_action='return_value')\n"

@@ -28,10 +28,11 @@ _NUMBERS = itertools.count()  # of tests
 def pytest_configure() -> None:
     """Undo what a shell does to commands in its background: their children would not hear Ctrl-C.
 
-    Give the tests, and all processes that they start, a cache folder of their own. Compute with one thread:
-    tiny tensors gain nothing by more, and lose a lot where other tests use the cores.
+    Give the tests, and all processes that they start, a cache folder of their own. Let all compute with
+    one thread: tiny tensors gain nothing by more, and lose a lot where other tests use the cores.
     """
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Plans neither read nor change what the user has measured; matplotlib's list of fonts is slow to make.

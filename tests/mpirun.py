@@ -1,6 +1,5 @@
 """Real ranks of a real MPI, for tests."""
 
-import os
 import subprocess
 import sys
 
@@ -22,5 +21,4 @@ def mpirun(ranks, *words, timeout=120):
         text=True,
         timeout=timeout,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )

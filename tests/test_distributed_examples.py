@@ -27,7 +27,7 @@ def run(name, *words, launcher=(sys.executable,), **environment):
         text=True,
         timeout=200,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""} | environment,  # whole lines
+        env=os.environ | {"PYTHONUNBUFFERED": ""} | environment,  # whole lines
     )
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 

@@ -66,7 +66,7 @@ def test_the_example_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "MPLBACKEND": "agg"},
         capture_output=True,
         text=True,
         timeout=200,

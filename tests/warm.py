@@ -1,14 +1,16 @@
 """Imported by processes that others are forked from: makes cheap what each run of a test would pay for anew.
 
 The speed of this machine is measured with small products, as no test looks at the figure. The first picture,
-which loads matplotlib's fonts, is drawn here. The ranges of a preparation have RANGE_BYTES where that is set,
-and each process looks itself for the folder of temporary files.
+which loads matplotlib's fonts, is drawn here, and the first array made, for which pyarrow loads pandas. The
+ranges of a preparation have RANGE_BYTES where that is set, and each process looks itself for the folder of
+temporary files.
 """
 
 import os
 import tempfile
 from io import BytesIO
 
+import pyarrow as pa
 from matplotlib.figure import Figure
 
 from shoal.data.prepare import steps
@@ -18,4 +20,5 @@ usual = steps.range_size
 steps.range_size = lambda sources: int(os.environ.get("RANGE_BYTES", 0)) or usual(sources)
 speed._SIZE["cpu"], speed._BUDGET_S = 256, 0.0
 Figure(layout="constrained").add_subplot(xlabel="x", title="x").figure.savefig(BytesIO())
+pa.array([""])
 tempfile.tempdir = None

@@ -183,9 +183,6 @@ def forward(layers, blobs):
 
 
 def main(words):
-    if words == ["--version"]:
-        print("caffe version 1.0.0\nDebug build (NDEBUG not #defined)")
-        return
     given = dict(word.removeprefix("--").split("=", 1) for word in words[1:])
     tokens = re.compile(r'"[^"]*"|[{}]|[^\s{}]+')
     solver = {

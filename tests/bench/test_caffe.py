@@ -21,8 +21,9 @@ from tests.bench.every_kind import ALL
 @pytest.fixture
 def caffe(tmp_path):
     program = tmp_path / "caffe"
+    stand_in = f"{sys.executable} {Path(__file__).parent / 'caffe_stand_in.py'}"
     program.write_text(
-        f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent / "caffe_stand_in.py"} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exec echo "caffe version 1.0.0"\nexec {stand_in} "$@"\n'
     )
     program.chmod(0o755)
     return program

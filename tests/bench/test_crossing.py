@@ -9,7 +9,7 @@ from tests.tiny_dataset import random_dataset
 from tests.two_hosts import make_hosts
 
 STEPS = 40
-SIZES = {"model.n_layers": "2", "model.d_model": "128", "eval.sequences": "16"}
+SIZES = {"model.n_layers": "2", "model.d_model": "128", "train.seq_len": "32", "eval.sequences": "4"}
 FEWER = "every=10"  # steps of a replica by itself
 HEADERS = 1.06  # of TCP, IP and Ethernet, and what answers what comes
 OTHER_BYTES = 150_000  # to meet, and each step what ranks agree on: losses, norms, stops

@@ -1,16 +1,13 @@
-"""A run to generate from, made once; one thread, as tiny tensors lose by more."""
+"""A run to generate from, made once."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests import commands
 from tests.tiny_dataset import random_dataset
-
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +16,6 @@ def trained_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     data = random_dataset(folder / "data")
     settings = ["--train.steps", "4", "--checkpoint.every", "2"]
-    done = commands.run(
-        "train", "tiny", "--data", data, "--run-dir", folder / "run", *settings, env=ONE_THREAD
-    )
+    done = commands.run("train", "tiny", "--data", data, "--run-dir", folder / "run", *settings)
     assert done.returncode == 0, done.stderr
     return folder / "run"

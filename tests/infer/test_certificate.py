@@ -9,11 +9,10 @@ from shoal.errors import CheckpointError
 from shoal.infer import certificate
 from shoal.interop.export import export
 from tests import commands
-from tests.infer.conftest import ONE_THREAD
 
 
 def test_the_command_exports_and_proves(trained_run, tmp_path):
-    done = commands.run("export", trained_run, tmp_path / "out", env=ONE_THREAD)
+    done = commands.run("export", trained_run, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "proven equal to" in done.stdout
     written = json.loads((tmp_path / "out/certificate.json").read_text())
@@ -23,7 +22,7 @@ def test_the_command_exports_and_proves(trained_run, tmp_path):
     assert "model.safetensors" in written["files_xxh3_128"]
     card = (tmp_path / "out/README.md").read_text()
     assert "4 steps" in card
-    again = commands.run("export", trained_run, tmp_path / "out", env=ONE_THREAD)
+    again = commands.run("export", trained_run, tmp_path / "out")
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 

@@ -20,7 +20,6 @@ from shoal.infer.load import load_text_model
 from shoal.infer.measure import Measure
 from shoal.infer.score import score, sliding_spans
 from tests import commands
-from tests.infer.conftest import ONE_THREAD
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
 
@@ -147,7 +146,7 @@ def test_last_words_are_those_of_transformers_model(hugging_face, tmp_path):
 
 
 def evaluated(target, *words):
-    done = commands.run("evaluate", *words, "--json", target, env=ONE_THREAD)
+    done = commands.run("evaluate", *words, "--json", target)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(Path(target).read_text())
 
@@ -176,7 +175,7 @@ def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_r
 
 
 def test_without_a_text_the_split_it_was_trained_with_is_measured(trained_run):
-    done = commands.run("evaluate", trained_run, env=ONE_THREAD)
+    done = commands.run("evaluate", trained_run)
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout
     written = trained_run / "checkpoints/step-00000004.evaluation.json"
@@ -199,7 +198,7 @@ def test_without_a_text_the_split_it_was_trained_with_is_measured(trained_run):
     ],
 )
 def test_what_cannot_be_measured_is_said(trained_run, words, said):
-    done = commands.run("evaluate", trained_run, *words, env=ONE_THREAD)
+    done = commands.run("evaluate", trained_run, *words)
     assert done.returncode == 2
     assert said in done.stderr
 

@@ -13,7 +13,6 @@ from shoal.infer.load import load_text_model
 from shoal.infer.sampling import Sampling
 from shoal.infer.terminal import GenerateOptions, answer, answer_file, converse, read_prompts, run
 from tests import commands
-from tests.infer.conftest import ONE_THREAD
 
 WISH = GenerateOptions(Sampling(temperature=0), max_tokens=5)
 STRICT = replace(WISH, max_length_error=True)
@@ -132,12 +131,12 @@ def test_arguments_that_exclude_each_other_are_refused(tmp_path):
 
 
 def generate(run_folder, *arguments):
-    return commands.run("generate", run_folder, *arguments, env=ONE_THREAD)
+    return commands.run("generate", run_folder, *arguments)
 
 
 def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
     command = [sys.executable, "-m", "shoal", "generate", trained_run, "--max-tokens", "8", "--seed", "5"]
-    typed = {"input": "fish\nstop\n", "capture_output": True, "text": True, "env": ONE_THREAD}
+    typed = {"input": "fish\nstop\n", "capture_output": True, "text": True}
     first = subprocess.run(command, timeout=60, check=True, **typed)
     assert first.stdout.startswith("fish")
     asked = generate(trained_run, "--max-tokens", "8", "--seed", "5", "--prompt", "fish")

@@ -29,7 +29,7 @@ class Job:
             name, [*words, "--rdzv", self._hosts.rdzv], folder, OMP_NUM_THREADS="1"
         )
 
-    def wait_for_step(self, metrics: Path, step: int, timeout: float = 90) -> None:
+    def wait_for_step(self, metrics: Path, step: int, timeout: float = 200) -> None:
         until = time.monotonic() + timeout
         while f'"step": {step}, "tokens"' not in (metrics.read_text() if metrics.exists() else ""):
             assert time.monotonic() < until, f"no step {step} in time"
@@ -37,6 +37,6 @@ class Job:
                 assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
 
-    def end(self, name: str, timeout: float = 90) -> tuple[int, str]:
+    def end(self, name: str, timeout: float = 200) -> tuple[int, str]:
         screen, _ = self.processes[name].communicate(timeout=timeout)
         return self.processes[name].returncode, screen

@@ -80,8 +80,12 @@ from shoal.cli import app
 from shoal.launch.forking import serve
 
 def main(honest=app.main):
-    threading.Thread(target=lambda: time.sleep(0.5) or print("in a thread")).start()
-    honest()
+    ended = threading.Event()
+    threading.Thread(target=lambda: ended.wait() and time.sleep(0.3) or print("in a thread")).start()
+    try:
+        honest()
+    finally:
+        ended.set()
 
 app.main = main
 atexit.register(print, "at exit")
