@@ -13,7 +13,6 @@ from shoal.infer.evaluate import evaluate
 from shoal.infer.load import load_text_model
 from shoal.infer.measure import Measure
 from tests import commands
-from tests.infer.conftest import ONE_THREAD
 
 TASK = """
 task: {name}
@@ -139,7 +138,7 @@ def test_tasks_give_the_figures_of_transformers(trained_run, exported, tmp_path,
     out = tmp_path / "found.json"
     words = ["--tasks", ",".join(TASKS), "--task-folder", tmp_path / "tasks", "--json", out]
     words += ["--batch-size", "2", "--nproc", "2"]
-    done = commands.run("evaluate", trained_run, *words, env=ONE_THREAD)
+    done = commands.run("evaluate", trained_run, *words)
     assert done.returncode == 0, done.stderr
     ours = json.loads(out.read_text())
     for name, metrics in FOUND.items():
