@@ -40,7 +40,7 @@ def values_of(data, layout, model, recompute="none", **sections):
         if recompute == "offload"
         else {"recompute": recompute}
     )
-    train = {"micro_batch_size": 2, "steps": 5} | again
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "steps": 5} | again
     evaluation = {"every": 5, "sequences": 7, "prompt": "Once", "sample_tokens": 5}
     sections = {"eval": evaluation, **sections}
     return tiny_config(
