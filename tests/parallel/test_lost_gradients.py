@@ -21,7 +21,7 @@ def train_against_the_rules(run_dir, values):
 def test_gradients_that_a_split_backward_loses_end_the_first_step(pool, tmp_path):
     """Zero-bubble schedules with sharded weights are refused by a rule; without it the guard speaks."""
     layout = parse_layout("pp2+zero_bubble*zero2x2")
-    values = values_of(random_dataset(tmp_path / "walk"), layout, "gpt2")
+    values = values_of(random_dataset(tmp_path / "walk"), layout, "gpt2", train={"global_batch_size": 16})
     with pytest.raises(RankError, match=r"\d+ of \d+ parameters got no gradient, .* the first of them"):
         pool.run(train_against_the_rules, layout.world_size, tmp_path / "run", values)
     assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -100,6 +100,8 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)  # once more ends it
     Stopped.by = name
+    # Lost in a callback of the import system, say: Python would print it, and it is raised again later.
+    sys.unraisablehook = lambda lost: lost.exc_type is Stopped or sys.__unraisablehook__(lost)
     raise Stopped(name)
 
 
