@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -83,8 +82,7 @@ def test_under_torchrun_each_host_tells_the_same(two_hosts, data, tmp_path, monk
         run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--nnodes", "2"]
         run += ["--node-rank", str(node), "--master-addr", address, "--master-port", port, "-m"]
         words = command(data, "run", *LIMIT[2:], "--train.micro_batch_size", "2")[2:]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
-        processes.append(two_hosts.start(name, [*run, *words], tmp_path / name, **environment))
+        processes.append(two_hosts.start(name, [*run, *words], tmp_path / name))
     screens = [process.communicate(timeout=90)[0] for process in processes]
     sentence = r"rank 3 on south is in data of step 7, batch at sitecustomize.py:\d+; ranks 0-2 wait in"
     for name, screen in zip(NAMES, screens, strict=True):

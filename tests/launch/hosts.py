@@ -25,9 +25,7 @@ class Job:
         folder = self._cwd / name
         folder.mkdir(exist_ok=True)
         words = command(self._data, self._run, "--nproc", "2", "--nnodes", "2", *self._arguments, *more)
-        self.processes[name] = self._hosts.start(
-            name, [*words, "--rdzv", self._hosts.rdzv], folder, OMP_NUM_THREADS="1"
-        )
+        self.processes[name] = self._hosts.start(name, [*words, "--rdzv", self._hosts.rdzv], folder)
 
     def wait_for_step(self, metrics: Path, step: int, timeout: float = 200) -> None:
         until = time.monotonic() + timeout

@@ -193,7 +193,7 @@ def test_a_host_with_shards_inside_is_killed_and_comes_back(two_hosts, data, tmp
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         words = command(data, "run", *options, "--node-rank", str(NAMES.index(name)), *more)
-        job[name] = two_hosts.start(name, [*words, "--rdzv", two_hosts.rdzv], folder, OMP_NUM_THREADS="1")
+        job[name] = two_hosts.start(name, [*words, "--rdzv", two_hosts.rdzv], folder)
 
     def wait_for(text, path, timeout=180):
         until = time.monotonic() + timeout

@@ -100,9 +100,16 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)  # once more ends it
     Stopped.by = name
-    # Lost in a callback of the import system, say: Python would print it, and it is raised again later.
-    sys.unraisablehook = lambda lost: lost.exc_type is Stopped or sys.__unraisablehook__(lost)
+    sys.unraisablehook = _end_if_lost
     raise Stopped(name)
+
+
+def _end_if_lost(lost: sys.UnraisableHookArgs) -> None:
+    """End at once where Python drops the exception: in `__del__`, and in callbacks, as its imports have."""
+    if lost.exc_type is Stopped:
+        os.write(2, f"stopped by {Stopped.by}\n".encode())
+        os._exit(128 + signal.Signals[Stopped.by])
+    sys.__unraisablehook__(lost)
 
 
 def _is_launched() -> bool:
