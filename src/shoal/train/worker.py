@@ -118,7 +118,8 @@ def _planned(
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             told = of_plan(lambda grading, measured: grading.out_of_memory(run_dir, process.rank, measured))
-            sys.stderr.write(f"{told}\n" if told else "")
+            if told:
+                error.add_note(told)  # below the traceback, of any rank
         raise
 
 
