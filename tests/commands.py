@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any, NoReturn
 
 from shoal.launch import forking
 
@@ -36,9 +37,10 @@ class Command:
         screen = (terminal, terminal) if terminal >= 0 else (self._screen.fileno(), self._errors.fileno())
         folder = folder or os.getcwd()
         self._child: forking.Child | subprocess.Popen[bytes]
-        if sys.platform == "linux" and variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
+        same_path = variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+        if sys.platform == "linux" and (same_path or "PLANTED" in variables):
             self._child = forking.fork(_server(), words, variables, folder, screen)
-        else:  # a planted sitecustomize.py is read at the start
+        else:  # a sitecustomize.py is read at the start
             command = [sys.executable, "-m", "shoal", *words]
             output = {"stdout": screen[0], "stderr": screen[1]}
             self._child = subprocess.Popen(command, env=variables, cwd=folder, **output)
@@ -76,6 +78,15 @@ def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 
     return Command(*arguments, env=env).end(timeout)
 
 
+def planted(folder: Path) -> dict[str, str]:
+    """Return the environment in which each process of a command first runs the sitecustomize.py of a folder.
+
+    A new Python finds it on its path; one that is forked here is told the file.
+    """
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "PLANTED": str(folder / "sitecustomize.py")}
+
+
 def processor_seconds(*program: str) -> float:
     """Return the processor time of a Python program: what a user waits for where nothing else runs."""
     child = subprocess.Popen([sys.executable, *program], stdout=subprocess.DEVNULL)
@@ -85,13 +96,25 @@ def processor_seconds(*program: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def serve(descriptor: int) -> NoReturn:
+    """Fork commands until the other end of the pipe is closed; each first runs the file named by PLANTED."""
+    usual = forking._be_shoal
+
+    def be_shoal(client: Any, signals: Any, screen: Any, words: Any, env: dict[str, str], *rest: Any) -> None:
+        if file := env.pop("PLANTED", ""):
+            os.environ.update(env)
+            exec(compile(Path(file).read_text(), file, "exec"), {})
+        usual(client, signals, screen, words, env, *rest)
+
+    forking._be_shoal = be_shoal
+    forking.serve(Connection(descriptor), _LOADED)
+
+
 @functools.cache
 def _server() -> Connection:
     ours, theirs = Pipe()
-    program = "import sys; from multiprocessing.connection import Connection\n"
-    program += "from shoal.launch.forking import serve\n"
-    program += "serve(Connection(int(sys.argv[1])), sys.argv[2:])"  # until our end of the pipe is closed
-    command = [sys.executable, "-c", program, str(theirs.fileno()), *_LOADED]
+    program = f"from tests.commands import serve; serve({theirs.fileno()})"
+    command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE  # a stream that began as a file seeks, and a terminal cannot
     streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
     root = Path(__file__).resolve().parents[1]  # where `tests` is found, wherever the first test that asks is

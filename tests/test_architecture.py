@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,10 @@ NEED_EXTRAS = (
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 500, 80, 15
 
 
+parsed = cache(ast.parse)  # each source once for all rules
+
+
+@cache
 def modules() -> dict[str, str]:
     """Return the source of each module by its name below shoal: "", "cli", "data.prepare.engine"."""
     found = {}
@@ -124,7 +129,7 @@ def room_of(module: str) -> str | None:
 
 def imported_names(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, module and name of each import; the name is empty for `import a.b`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -171,7 +176,7 @@ def private_imports(module: str, source: str, known: set[str]) -> list[str]:
                 wrong.append(f"{module}:{line} imports {path}.{name}")
             if f"{path}.{name}".removeprefix("shoal.") in known:
                 aliases[name] = path
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if (
             isinstance(node, ast.Attribute)
             and re.match("_[^_]", node.attr)
@@ -186,7 +191,7 @@ def environment_uses(module: str, source: str) -> list[str]:
     """Find os.environ, os.getenv and their kin."""
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     wrong = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         direct = (
             isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os"
         )
@@ -201,7 +206,7 @@ def environment_uses(module: str, source: str) -> list[str]:
 def work_at_import(module: str, source: str) -> list[str]:
     """Find top-level statements that do more than define: loops, try, with, bare calls, files read."""
     wrong = []
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         call = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
         registers = module in ("cli.app", "cli.bench") and ast.unparse(node).startswith(("app.", "bench."))
         bare_call = isinstance(node, ast.Expr) and isinstance(call, ast.Call) and not registers
@@ -216,9 +221,7 @@ def work_at_import(module: str, source: str) -> list[str]:
 
 def function_lengths(module: str, source: str) -> dict[str, int]:
     """Measure each function from `def` to its last line."""
-    functions = (
-        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    functions = (n for n in ast.walk(parsed(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     return {f"{module}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
 
 

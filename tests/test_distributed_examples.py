@@ -1,6 +1,9 @@
-"""examples/distributed, each run as its first lines say; and docs/distributed.md, which points to them."""
+"""examples/distributed: their work on warm ranks, and run as their first lines say; docs/distributed.md."""
 
+import contextlib
 import gzip
+import importlib
+import io
 import os
 import random
 import re
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.mpirun import mpirun, needs_mpi
 from tests.shared import SHARED
@@ -33,6 +37,30 @@ def run(name, *words, launcher=(sys.executable,), **environment):
 
 
 PROOF = pytest.mark.proof
+
+
+def work_of(name, arguments):
+    """Do a rank's work; return what it prints."""
+    sys.path.insert(0, str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        work = importlib.import_module(name).work
+        work(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), *arguments)
+    return printed.getvalue().splitlines()
+
+
+@pytest.fixture(params=["warm ranks", pytest.param("a script", marks=PROOF)])
+def example(request, pool):
+    """Run an example by the name, size and arguments of its work, or with these words; return its lines."""
+
+    def on_warm_ranks(name, words, size, *arguments):
+        return sorted(line for lines in pool.run(work_of, size, name, arguments) for line in lines)
+
+    def as_a_script(name, words, size, *arguments):
+        status, lines, errors = run(f"{name}.py", *words)
+        assert status == 0, errors
+        return lines
+
+    return as_a_script if request.param == "a script" else on_warm_ranks
 
 
 @pytest.mark.parametrize(
@@ -73,30 +101,24 @@ def test_a_rank_that_fails_is_named(tmp_path):
     assert "rank 1 failed with status 3" in done.stderr
 
 
-def test_pairs():
-    status, lines, errors = run("point_to_point.py")
-    assert status == 0, errors
-    assert lines == [
+def test_pairs(example):
+    assert example("point_to_point", (), 2) == [
         *("blocking: rank 0 has 1.0", "blocking: rank 1 has 1.0"),
         *("immediate: rank 0 has 1.0", "immediate: rank 1 has 1.0"),
         *("ring: rank 0 has 1.0 of rank 1", "ring: rank 1 has 0.0 of rank 0"),
     ]
 
 
-@PROOF
-def test_pairs_among_four():
-    status, lines, errors = run("point_to_point.py", "--size", "4")
-    assert status == 0, errors
+def test_pairs_among_four(example):
+    lines = example("point_to_point", ("--size", 4), 4)
     assert [line for line in lines if line.startswith("ring")] == [
         f"ring: rank {rank} has {(rank - 1) % 4}.0 of rank {(rank - 1) % 4}" for rank in range(4)
     ]
     assert "immediate: rank 3 has 0.0" in lines
 
 
-@PROOF
-def test_groups():
-    status, lines, errors = run("collectives.py", "--size", "4")
-    assert status == 0, errors
+def test_groups(example):
+    lines = example("collectives", ("--size", 4), 4)
     ranks = range(4)
     expected = [
         "barrier: all have come",
@@ -114,12 +136,9 @@ def test_groups():
     assert lines == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("size", "sent"), [(2, ("1.00", "1.00")), pytest.param(4, ("3.00", "1.50"), marks=PROOF)]
-)
-def test_the_ring_in_chunks_sends_less(size, sent):
-    status, lines, errors = run("ring_all_reduce.py", "--size", size, "--megabytes", "1")
-    assert status == 0, errors
+@pytest.mark.parametrize(("size", "sent"), [(2, ("1.00", "1.00")), (4, ("3.00", "1.50"))])
+def test_the_ring_in_chunks_sends_less(example, size, sent):
+    lines = example("ring_all_reduce", ("--size", size, "--megabytes", "1"), size, 1)
     assert [re.sub(r" in .*", "", line) for line in lines] == [
         f"chunked_ring: sent {sent[1]} tensors",
         f"ring: sent {sent[0]} tensors",
@@ -140,14 +159,12 @@ def few_digits(tmp_path):
 
 
 @needs_digits
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 2, 4), marks=PROOF)])
-def test_any_number_of_processes_ends_with_the_same_weights(tmp_path, few_digits, sizes):
+def test_any_number_of_processes_ends_with_the_same_weights(tmp_path, few_digits, example):
     weights = []
-    for size in sizes:
+    for size in (1, 2, 4):
         save = tmp_path / f"{size}.pt"
-        words = ("--size", size, "--epochs", len(sizes) - 1, "--dtype", "float64", "--save", save)
-        status, _, errors = run("data_parallel.py", few_digits, *words)
-        assert status == 0, errors
+        words = (few_digits, "--size", size, "--epochs", 1, "--dtype", "float64", "--save", save)
+        example("data_parallel", words, size, few_digits, 1, torch.float64, save)
         weights.append(torch.load(save, weights_only=True))
     for name, alone in weights[0].items():
         for together in weights[1:]:
@@ -177,14 +194,14 @@ def test_shares_are_disjoint_and_cover_every_batch(monkeypatch):
             assert sorted(taken) == sorted(batch[: len(batch) // size * size])
 
 
-def test_uneven_parts_end_with_the_weights_that_fit_all_samples_best(monkeypatch):
+def test_uneven_parts_end_with_the_weights_that_fit_all_samples_best(monkeypatch, example):
     monkeypatch.syspath_prepend(EXAMPLES)
     from partition import samples
 
     inputs, targets = samples()
     best = torch.linalg.lstsq(torch.cat([inputs, torch.ones(len(inputs), 1)], 1), targets).solution
-    status, lines, errors = run("partition.py", "--parts", "0.7", "0.2", "0.1")
-    assert status == 0, errors
+    shares = (0.7, 0.2, 0.1)
+    lines = example("partition", ("--parts", *shares), 3, shares)
     assert [line.partition(",")[0] for line in lines] == [
         f"rank {rank}: {count} samples" for rank, count in enumerate((700, 200, 100))
     ]

@@ -1,13 +1,6 @@
 """Faults put into every process of a job from outside, and what the job says in the end."""
 
-import os
-
 LIMITS = ("--max-restarts", "0", "--train.steps", "100000", "--checkpoint.every", "0")
-
-
-def faulty(folder):
-    """Return the environment in which every process first runs the sitecustomize.py of a folder."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 def told(screen):

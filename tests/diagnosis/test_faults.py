@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.diagnosis.faults import LIMITS, SHAPE, SLEEP, faulty, told
+from tests import commands
+from tests.diagnosis.faults import LIMITS, SHAPE, SLEEP, told
 from tests.train.commands import Running, command, shoal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read from /proc")
@@ -33,7 +34,7 @@ def verdict_of(data, tmp_path, fault, nproc="2", hang_s=HANG_S):
             return True
     """
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(code) + textwrap.dedent(fault))
-    env = faulty(tmp_path)
+    env = commands.planted(tmp_path)
     settings = ("--train.micro_batch_size", "2", "--runtime.hang_s", str(hang_s))
     status, screen = shoal(data, tmp_path / "run", "--nproc", nproc, *LIMITS, *settings, env=env)
     took = time.time() - float((tmp_path / "began").read_text())
@@ -135,7 +136,7 @@ def test_after_a_verdict_the_job_starts_again_from_its_checkpoint(data, tmp_path
     code += f"        open({str(tmp_path / 'began')!r}, 'w').close()\n        return True\n"
     (tmp_path / "sitecustomize.py").write_text(code + once)
     limits = ("--train.steps", "10", "--checkpoint.every", "5", "--runtime.hang_s", str(HANG_S))
-    status, screen = shoal(data, tmp_path / "run", "--nproc", "2", *limits, env=faulty(tmp_path))
+    status, screen = shoal(data, tmp_path / "run", "--nproc", "2", *limits, env=commands.planted(tmp_path))
     assert status == 0, screen
     assert "rank 1 is in data of step 7" in screen
     assert "(restart 1 of 3)" in screen
@@ -152,7 +153,7 @@ def test_without_our_launcher_a_rank_speaks_and_all_end(data, tmp_path):
         capture_output=True,
         text=True,
         timeout=90,
-        env={**os.environ, **faulty(tmp_path)},
+        env={**os.environ, **commands.planted(tmp_path)},
     )
     assert done.returncode != 0
     everything = done.stderr + "".join(p.read_text() for p in tmp_path.glob("run/ranks/*/log"))

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from shoal.bench.hosts import NAMES
-from tests.diagnosis.faults import LIMITS, SHAPE, SLEEP, faulty, told
+from tests import commands
+from tests.diagnosis.faults import LIMITS, SHAPE, SLEEP, told
 from tests.launch.hosts import Job
 from tests.train.commands import command
 from tests.two_hosts import two_hosts
@@ -26,7 +27,7 @@ def unwell(folder, fault, rank, monkeypatch):
         f"import os, time\ndef unwell(step):\n    return step == 7 and os.environ.get('RANK') == '{rank}'\n"
     )
     (folder / "sitecustomize.py").write_text(code + fault)
-    monkeypatch.setenv("PYTHONPATH", faulty(folder)["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", commands.planted(folder)["PYTHONPATH"])
 
 
 @pytest.mark.proof

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import select
@@ -413,8 +412,7 @@ def test_the_command_serves_until_it_is_stopped(trained_run, loaded, number, tmp
     (tmp_path / "sitecustomize.py").write_text(HELD)
     hold = tmp_path / "hold"
     hold.touch()
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    command, url = started(trained_run, "--port", "0", env={"PYTHONPATH": paths, "HOLD": str(hold)})
+    command, url = started(trained_run, "--port", "0", env={**commands.planted(tmp_path), "HOLD": str(hold)})
     got = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "temperature": 0}, timeout=30)
     assert [one["text"] for one in got.json()["choices"]] == text_of(loaded, "ab")
     wish = {"prompt": ["a"] * 16, "max_tokens": 30, "stream": True, "temperature": 0}

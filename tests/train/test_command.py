@@ -216,8 +216,8 @@ def test_the_failing_ranks_own_traceback_comes_last(data, tmp_path):
         "Loader.batch = batch\n"
     )
     (tmp_path / "sitecustomize.py").write_text(launcher)
-    env = {"PYTHONPATH": str(tmp_path)}
-    status, screen = shoal(data, tmp_path / "run", "--nproc", "2", "--max-restarts", "0", env=env)
+    words = ("--nproc", "2", "--max-restarts", "0")
+    status, screen = shoal(data, tmp_path / "run", *words, env=commands.planted(tmp_path))
     assert status == 1
     *tail, sentence, hint = screen.splitlines()
     assert sentence == "rank 1: ValueError: rank one is unwell"
