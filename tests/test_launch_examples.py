@@ -109,6 +109,7 @@ def both(two_hosts: TwoHosts, commands: dict[str, list[str]], folder: Path, **en
     return screens
 
 
+@pytest.mark.proof
 def test_two_terminals(two_hosts, environment, tmp_path):
     words = ["sh", str(LAUNCH / "two-terminals.sh"), two_hosts.rdzv, *SIZES]
     words += ["--run-dir", "run", "--nproc", "2", "--train.steps", "3"]

@@ -56,6 +56,7 @@ def cells():
     return ["".join(cell["source"]) for cell in found["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.proof
 def test_the_example_runs(tmp_path):
     (tmp_path / "text.txt").write_text("def main():\n    return 'fish'\n\n" * 400)
     parameters, *rest = cells()

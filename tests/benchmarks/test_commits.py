@@ -15,6 +15,7 @@ def test_both_codes_are_run_by_turns():
     assert found["ratio"] == pytest.approx(this / other, abs=1e-3)
 
 
+@pytest.mark.proof
 def test_it_is_the_code_of_the_other_commit_that_runs(tmp_path):
     commits.unpack("HEAD", tmp_path)
     (tmp_path / "src/shoal/train/loop.py").write_text("raise RuntimeError('the other code')")

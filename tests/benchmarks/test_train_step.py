@@ -53,6 +53,7 @@ def test_what_shoal_sets_reaches_a_peer_that_is_to_have_it_and_no_other():
     assert has["GOMP_SPINCOUNT"] == Cell(TINY, "shoal", "fp32", False).environment["GOMP_SPINCOUNT"]
 
 
+@pytest.mark.proof
 def test_each_peer_runs_as_it_comes_and_with_settings(tmp_path):
     wish = arguments(["--tiny", "--repeats", "1", "--steps", "2", "--warmup", "1", "--modes", "eager"])
     wish.dtypes = ["fp32"]

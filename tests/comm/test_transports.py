@@ -179,6 +179,7 @@ def test_four_ranks_over_mpi():
 
 
 @needs_mpi
+@pytest.mark.proof
 def test_a_rank_that_fails_ends_all_of_them():
     done = mpirun(4, "-c", MPI_RANK, "fail", timeout=60)
     assert done.returncode != 0
