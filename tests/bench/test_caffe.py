@@ -40,6 +40,7 @@ def rows_of(tmp_path, text, program, *kinds):
     return rows
 
 
+@pytest.mark.proof
 def test_caffe_computes_what_pytorch_does_from_the_files_that_are_written_for_it(tmp_path, caffe):
     kinds = ("caffe default", "caffe tuned", "pytorch default")
     reference, *rows = rows_of(tmp_path, ALL, caffe, *kinds)

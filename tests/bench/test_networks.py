@@ -173,6 +173,7 @@ def test_pytorch_computes_what_the_description_means_and_a_hang_costs_one_row(ti
     ]
 
 
+@pytest.mark.proof
 def test_a_small_gpt_is_the_same_in_the_adapter(tiny, tmp_path):
     text = resources.files("shoal.networks").joinpath("gpt2-s.toml").read_text()
     for given, small in (("768", "16"), ("3072", "64"), ("= 12", "= 2"), ("1024", "6"), ("50257", "50")):

@@ -200,6 +200,7 @@ def test_a_wheel_that_is_too_old_is_a_sentence(tmp_path, capsys):
         gpu_check.install_missing(tmp_path, tmp_path / "site")
 
 
+@pytest.mark.proof
 def test_a_held_package_that_is_too_old_is_a_sentence_or_comes_from_the_wheels(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "requirements", lambda: {"xxhash": "99.5"})
     with pytest.raises(SystemExit, match=r"has xxhash [\d.]+, and Shoal needs 99\.5 or newer"):

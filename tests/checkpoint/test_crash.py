@@ -17,8 +17,16 @@ from tests.pool import Pool
 
 @pytest.mark.parametrize(
     ("world_size", "victim", "stride", "retention"),
-    [(1, 0, 2, ONLY_LAST), (1, 0, 1, THINNED), (2, 0, 4, ONLY_LAST), (2, 1, 2, ONLY_LAST)],
-    ids=["alone", "alone-thinning", "rank0-of-2", "rank1-of-2"],
+    [
+        (1, 0, 4, ONLY_LAST),
+        (1, 0, 3, THINNED),
+        (2, 0, 8, ONLY_LAST),
+        (2, 1, 4, ONLY_LAST),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in ((1, 0, 1, THINNED), (2, 1, 1, ONLY_LAST))
+        ),
+    ],
 )
 def test_newest_good_step_survives_a_kill_at_any_moment(
     pool: Pool, tmp_path: Path, world_size: int, victim: int, stride: int, retention: dict

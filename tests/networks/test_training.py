@@ -26,6 +26,7 @@ from shoal.tasks.choose import open_task
 from shoal.train.request import Request
 from shoal.train.saving import resume
 from shoal.train.step import agree, forward_backward, update
+from tests.cases import every
 from tests.pool import RankError
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset
@@ -117,8 +118,9 @@ def test_any_number_of_replicas_trains_as_one_does(pool, data, tmp_path, network
     assert runs[0]["lines"][0][f"{unit}_per_s"] > 0
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: "-".join(sync.values()))
+@pytest.mark.parametrize(
+    ("sync", "network"), every(2, [(sync, network) for network in NETWORKS for sync in SYNCS])
+)
 def test_strategies_of_then_train_as_plain_replicas_do(pool, data, plain, tmp_path, network, sync):
     ranks = pool.run(run_training, 4, tmp_path, values_of(network, data, sync=sync))
     assert all(line["sync_bytes"] > 0 for line in ranks[0]["lines"] if "loss" in line)

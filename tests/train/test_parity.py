@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.config.layout import parse_layout
+from tests.cases import every
 from tests.train.layouts import CASES, check, values_of
 from tests.train.ranks import run_training
 
@@ -21,7 +22,7 @@ def references(pool, data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("words", "model", "recompute"), CASES)
+@pytest.mark.parametrize(("words", "model", "recompute"), every(2, CASES))
 def test_a_layout_trains_as_one_process_does(pool, data, references, tmp_path, words, model, recompute):
     layout = parse_layout(words)
     ranks = pool.run(run_training, layout.world_size, tmp_path, values_of(data, layout, model, recompute))
