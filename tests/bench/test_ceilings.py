@@ -96,19 +96,8 @@ def test_a_step_is_measured_against_the_products_of_its_threads_and_gradients_ag
 
 def test_the_command_measures_this_machine(tmp_path):
     output = tmp_path / "r.json"
-    words = (
-        "--threads",
-        "1",
-        "--matrix-size",
-        "64",
-        "--memory",
-        "1MB",
-        "--seconds",
-        "0.01",
-        "--output",
-        output,
-    )
-    done = commands.run("bench", "ceilings", *words, timeout=200)
+    words = ("--threads", "1", "--matrix-size", "64", "--memory", "1MB", "--seconds", "0.01")
+    done = commands.run("bench", "ceilings", *words, "--output", output, timeout=200)
     assert done.returncode == 0, done.stderr
     told = json.loads(output.read_text())
     assert {"commit", "machine", "versions"} <= told.keys()

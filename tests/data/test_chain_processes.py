@@ -172,20 +172,11 @@ def test_lists_of_urls_become_a_dataset_also_after_a_kill(tmp_path):
         '[fetch]\nallow_private = true\ndelay = 0\n[extract]\n[length]\ntokenizer = "bytes"\nmin_tokens = 5\n'
     )
     with serving() as server:
-        urls = [server.url(f"/large/{n}") for n in range(60)] + [
-            server.url("/missing"),
-            server.url("/binary"),
-        ]
+        urls = [server.url(f"/large/{n}") for n in range(60)]
+        urls += [server.url("/missing"), server.url("/binary")]
         (tmp_path / "urls.txt").write_text("\n".join(urls))
-        arguments = [
-            "--urls",
-            tmp_path / "urls.txt",
-            "--stages",
-            tmp_path / "stages.toml",
-            "--split",
-            "8,1,1",
-        ]
-        arguments += ["--tokenizer", "bytes", "--output", tmp_path / "d"]
+        arguments = ["--urls", tmp_path / "urls.txt", "--stages", tmp_path / "stages.toml"]
+        arguments += ["--split", "8,1,1", "--tokenizer", "bytes", "--output", tmp_path / "d"]
         process = commands.Command("prepare", *arguments)
         while process.poll() is None and not server.requests()["/large/5"]:
             time.sleep(0.01)

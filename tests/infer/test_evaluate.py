@@ -154,17 +154,8 @@ def evaluated(target, *words):
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path, nproc):
     (tmp_path / "text.txt").write_text("a text that nobody trained on. " * 40)
-    words = [
-        trained_run,
-        "--text",
-        tmp_path / "text.txt",
-        "--seq-len",
-        "16",
-        "--stride",
-        "8",
-        "--batch-size",
-        "4",
-    ]
+    sizes = ("--seq-len", "16", "--stride", "8", "--batch-size", "4")
+    words = [trained_run, "--text", tmp_path / "text.txt", *sizes]
     alone = evaluated(tmp_path / "1.json", *words)
     if nproc == 2:
         assert evaluated(tmp_path / "2.json", *words, "--nproc", "2") == alone

@@ -16,22 +16,12 @@ from tests.tiny_dataset import random_dataset
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers through /proc")
-@pytest.mark.parametrize(
-    "born",
-    every(2, [3, 1]),  # the server that ranks are forked from, and two ranks
-)
+@pytest.mark.parametrize("born", every(2, [3, 1]))  # the server that ranks are forked from, and two ranks
 def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path, born: int):
     data = random_dataset(tmp_path / "data")
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "train",
-        "tiny",
-        f"--data={data}",
-        f"--run-dir={tmp_path / 'run'}",
-    ]
-    launcher = subprocess.Popen([*command, "--nproc=2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ["train", "tiny", "--nproc=2", f"--data={data}", f"--run-dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "shoal", *words]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(workers := children(launcher.pid)) < born and time.monotonic() < deadline:
         time.sleep(0.01)

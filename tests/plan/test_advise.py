@@ -227,20 +227,8 @@ def test_a_large_models_work_is_that_of_a_part_in_proportion(monkeypatch):
 
 def test_tiny_is_measured_and_advised_on_two_processes(tmp_path):
     file = tmp_path / "advice.json"
-    words = [
-        "advise",
-        "tiny",
-        "--nproc",
-        "2",
-        "--seconds",
-        "0.5",
-        "--json",
-        file,
-        "--train.seq_len",
-        "16",
-        "--model.n_layers",
-        "1",
-    ]
+    words = ["advise", "tiny", "--nproc", "2", "--seconds", "0.5", "--json", file]
+    words += ["--train.seq_len", "16", "--model.n_layers", "1"]
     words += ["--train.steps", "1000", "--sync.every", "20", "--runtime.device", "cpu"]
     done = commands.run(*words, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -98,18 +98,8 @@ def test_a_killed_rank_costs_a_restart_and_changes_nothing(data, tmp_path, whole
 
 
 def test_a_rank_killed_too_often_ends_the_job_and_is_named_last(data, tmp_path):
-    running = Running(
-        data,
-        tmp_path,
-        "--nproc",
-        "2",
-        "--max-restarts",
-        "1",
-        "--train.steps",
-        "100000",
-        "--checkpoint.every",
-        "20",
-    )
+    words = ("--nproc", "2", "--max-restarts", "1", "--train.steps", "100000", "--checkpoint.every", "20")
+    running = Running(data, tmp_path, *words)
     for step in (5, 30):
         running.wait_for_step(step)
         dying, survivor = running.pid(1), running.pid(0)
