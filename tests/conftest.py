@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.pool import Pool
 from tests.tiny_dataset import random_dataset
 from tests.train.commands import Running
 
+_BEGAN = time.monotonic()
 _NUMBERS = itertools.count()  # of tests
 
 
@@ -91,9 +93,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if config.getoption("--record-times"):
         from benchmarks.record import write_record
 
+        suite_s = round(time.monotonic() - _BEGAN, 1)
         of_torch = min(processor_seconds("-c", "import torch") for _ in range(3))  # the speed of this machine
         times = {name: round(took, 1) for name, took in seconds.most_common()}
-        write_record("test_times", {"import_torch_s": round(of_torch, 2), "seconds": times})
+        found = {"suite_s": suite_s, "import_torch_s": round(of_torch, 2), "seconds": times}
+        write_record("test_times", found)
 
 
 @pytest.fixture(scope="session")

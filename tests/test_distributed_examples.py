@@ -63,9 +63,8 @@ def example(request, pool):
     return as_a_script if request.param == "a script" else on_warm_ranks
 
 
-@pytest.mark.parametrize(
-    "way", [*(pytest.param(way, marks=PROOF) for way in ("environment", "file", "tcp")), "store"]
-)
+@PROOF
+@pytest.mark.parametrize("way", ["environment", "file", "tcp", "store"])
 def test_processes_find_each_other_in_four_ways(way):
     status, lines, errors = run("start.py", "--size", "3", "--way", way)
     assert status == 0, errors

@@ -171,6 +171,7 @@ with world() as transport:
 
 
 @needs_mpi
+@pytest.mark.proof
 def test_four_ranks_over_mpi():
     done = mpirun(4, "-c", MPI_RANK)
     assert done.returncode == 0, done.stderr

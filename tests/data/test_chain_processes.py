@@ -49,6 +49,7 @@ def start(corpus, output):
     return commands.Command("prepare", *arguments, env={"RANGE_BYTES": "20000"})
 
 
+@pytest.mark.proof
 def test_the_bytes_do_not_depend_on_the_number_of_workers(corpus, whole, tmp_path):
     run.prepare(options(corpus, tmp_path / "d", workers=3, range_bytes=30_000), Console(quiet=True))
     assert planted.content(tmp_path / "d") == whole

@@ -16,7 +16,6 @@ from rich.console import Console
 from shoal.data.prepare import engine, run
 from shoal.data.prepare.options import PrepareOptions
 from shoal.errors import DataError, ShoalError
-from tests.cases import every
 from tests.data import corpus as planted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +52,8 @@ def corpus(tmp_path_factory):
     return planted.write(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("stages", every(2, [True, False]))
+@pytest.mark.proof
+@pytest.mark.parametrize("stages", [True, False])
 def test_a_cluster_makes_the_same_dataset(nodes, corpus, tmp_path, stages):
     for name, runner in (("here", "local"), ("there", "ray")):
         chain = corpus / "stages.toml" if stages else None
