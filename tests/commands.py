@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -79,9 +80,10 @@ def run(*arguments: object, env: dict[str, str] | None = None, timeout: float = 
 
 
 def planted(folder: Path) -> dict[str, str]:
-    """Return the environment in which each process of a command first runs the sitecustomize.py of a folder.
+    """Return the environment in which a command first runs the sitecustomize.py of a folder.
 
-    A new Python finds it on its path; one that is forked here is told the file.
+    A new Python finds it on its path; a command that is forked here is told the file, and its ranks inherit
+    what that did.
     """
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "PLANTED": str(folder / "sitecustomize.py")}
@@ -98,15 +100,14 @@ def processor_seconds(*program: str) -> float:
 
 def serve(descriptor: int) -> NoReturn:
     """Fork commands until the other end of the pipe is closed; each first runs the file named by PLANTED."""
-    usual = forking._be_shoal
+    usual = runpy.run_module
 
-    def be_shoal(client: Any, signals: Any, screen: Any, words: Any, env: dict[str, str], *rest: Any) -> None:
-        if file := env.pop("PLANTED", ""):
-            os.environ.update(env)
+    def run_module(name: str, **options: Any) -> Any:
+        if file := os.environ.pop("PLANTED", ""):
             exec(compile(Path(file).read_text(), file, "exec"), {})
-        usual(client, signals, screen, words, env, *rest)
+        return usual(name, **options)
 
-    forking._be_shoal = be_shoal
+    runpy.run_module = run_module
     forking.serve(Connection(descriptor), _LOADED)
 
 

@@ -24,7 +24,7 @@ from tests.pool import Pool
 from tests.tiny_dataset import random_dataset
 from tests.train.commands import Running
 
-_BEGAN = time.monotonic()
+_BEGAN = time.monotonic()  # about when pytest begins to count
 _NUMBERS = itertools.count()  # of tests
 
 
@@ -57,7 +57,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests have the longest time limits: both workers then end together."""
+    """Begin with the files whose tests have the longest time limits: workers of `make proof` end together."""
     limits: Counter[Path] = Counter()
     for item in items:
         marked = item.get_closest_marker("timeout")

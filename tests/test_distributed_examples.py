@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases import every
 from tests.mpirun import mpirun, needs_mpi
 from tests.shared import SHARED
 
@@ -49,10 +50,11 @@ def work_of(name, arguments):
 
 
 @pytest.fixture(params=["warm ranks", pytest.param("a script", marks=PROOF)])
-def example(request, pool):
+def example(request):
     """Run an example by the name, size and arguments of its work, or with these words; return its lines."""
 
     def on_warm_ranks(name, words, size, *arguments):
+        pool = request.getfixturevalue("pool")
         return sorted(line for lines in pool.run(work_of, size, name, arguments) for line in lines)
 
     def as_a_script(name, words, size, *arguments):
@@ -63,8 +65,7 @@ def example(request, pool):
     return as_a_script if request.param == "a script" else on_warm_ranks
 
 
-@PROOF
-@pytest.mark.parametrize("way", ["environment", "file", "tcp", "store"])
+@pytest.mark.parametrize("way", every(4, ["environment", "file", "tcp", "store"]))
 def test_processes_find_each_other_in_four_ways(way):
     status, lines, errors = run("start.py", "--size", "3", "--way", way)
     assert status == 0, errors
@@ -162,8 +163,8 @@ def test_any_number_of_processes_ends_with_the_same_weights(tmp_path, few_digits
     weights = []
     for size in (1, 2, 4):
         save = tmp_path / f"{size}.pt"
-        words = (few_digits, "--size", size, "--epochs", 1, "--dtype", "float64", "--save", save)
-        example("data_parallel", words, size, few_digits, 1, torch.float64, save)
+        words = (few_digits, "--size", size, "--epochs", 2, "--dtype", "float64", "--save", save)
+        example("data_parallel", words, size, few_digits, 2, torch.float64, save)
         weights.append(torch.load(save, weights_only=True))
     for name, alone in weights[0].items():
         for together in weights[1:]:

@@ -45,6 +45,7 @@ def test_command_runs_with_a_few_steps(line, folder):
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(900)
 def test_all_commands_run_as_they_stand(tmp_path):
     for line in shell_lines(README):
         run(line, tmp_path)

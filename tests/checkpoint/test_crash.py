@@ -14,6 +14,8 @@ from tests.checkpoint.ranks import load_latest, save_steps
 from tests.checkpoint.retention import ONLY_LAST, THINNED
 from tests.pool import Pool
 
+ALL_MOMENTS = ((1, 0, 1, ONLY_LAST), (1, 0, 1, THINNED), (2, 0, 1, ONLY_LAST), (2, 1, 1, ONLY_LAST))
+
 
 @pytest.mark.parametrize(
     ("world_size", "victim", "stride", "retention"),
@@ -22,11 +24,9 @@ from tests.pool import Pool
         (1, 0, 3, THINNED),
         (2, 0, 8, ONLY_LAST),
         (2, 1, 4, ONLY_LAST),
-        *(
-            pytest.param(*case, marks=pytest.mark.proof)
-            for case in ((1, 0, 1, THINNED), (2, 1, 1, ONLY_LAST))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.proof) for case in ALL_MOMENTS),
     ],
+    ids=lambda value: "thinned" if value is THINNED else "last" if value is ONLY_LAST else None,
 )
 def test_newest_good_step_survives_a_kill_at_any_moment(
     pool: Pool, tmp_path: Path, world_size: int, victim: int, stride: int, retention: dict

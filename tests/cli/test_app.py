@@ -278,8 +278,8 @@ def test_openmp_s_threads_do_not_wait_in_a_loop_for_long(monkeypatch, given, fou
     assert seen == [found]
 
 
-def another_value(section, field, default):
-    """Return a valid value of a setting that is not the default, as it is typed; None if there is none."""
+def value_of(section, field, default):
+    """Return a valid value of a setting as it is typed, not its default where there is a choice, or None."""
     choices = get_args(type(getattr(Config(), section)).model_fields[field].annotation)
     if f"{section}.{field}" == "parallel.zero":
         return "3"
@@ -293,8 +293,8 @@ def another_value(section, field, default):
 @pytest.mark.parametrize("section", [name for name, _ in Config()])
 def test_every_setting_can_be_given_on_the_command_line(section):
     defaults = getattr(Config(), section).model_dump().items()
-    values = {field: another_value(section, field, default) for field, default in defaults}
-    values = {field: value for field, value in values.items() if value is not None and field != "profile"}
+    values = {field: value_of(section, field, default) for field, default in defaults}
+    values = {field: value for field, value in values.items() if value is not None}
     words = [(f"--{section}.{field.replace('_', '-')}", value) for field, value in values.items()]
     _, bound, _ = app.parse_args(["train", "tiny", *(word for pair in words for word in pair if word)])
     given = getattr(bound.arguments["settings"], section)

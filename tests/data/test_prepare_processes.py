@@ -96,13 +96,13 @@ def test_a_signal_stops_at_once_with_75_and_the_next_run_continues(corpus, whole
 
 @pytest.mark.parametrize("ranges", [(0, 25), pytest.param((0, 1, 25, 60), marks=pytest.mark.proof)])
 def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, ranges):
-    output, draw, kills = tmp_path / "d", random.Random(5), 0
+    output, draw, killed = tmp_path / "d", random.Random(5), []
     for done in ranges:  # committed ranges of about 75, then a little later
         process = start(corpus, output)
         while process.poll() is None and len(list(output.glob(".work/*/ranges/*.json"))) < done:
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 0.1 if done else 1.5))
-        kills += process.poll() is None
+        killed += [done] * (process.poll() is None)
         process.kill()
         process.end()
         visible = {p.name for p in output.iterdir()} - {".work"} if output.exists() else set()
@@ -110,7 +110,8 @@ def test_kills_at_any_time_cost_nothing(corpus, whole, tmp_path, ranges):
     done = start(corpus, output).end(timeout=120)
     assert done.returncode == 0, done
     assert content(output) == whole
-    assert kills >= len(ranges) - 1
+    assert 25 in killed
+    assert len(killed) >= len(ranges) - 1
 
 
 def workers_of(process):

@@ -1,6 +1,6 @@
 """Jobs that hang, disagree or lose a rank: real processes, and the one sentence that the launcher ends with.
 
-The faults come from a sitecustomize.py that the workers import first; Shoal itself has no switch for them.
+The faults come from a sitecustomize.py that each command runs first; Shoal itself has no switch for them.
 """
 
 import json

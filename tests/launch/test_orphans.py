@@ -16,7 +16,9 @@ from tests.tiny_dataset import random_dataset
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers through /proc")
-@pytest.mark.parametrize("born", every(2, [3, 1]))  # the server that ranks are forked from, and two ranks
+@pytest.mark.parametrize(
+    "born", every(2, [3, 1])
+)  # the server that ranks are forked from, with two ranks; alone
 def test_workers_end_when_their_launcher_dies_while_they_start(tmp_path: Path, born: int):
     data = random_dataset(tmp_path / "data")
     words = ["train", "tiny", "--nproc=2", f"--data={data}", f"--run-dir={tmp_path / 'run'}"]

@@ -54,7 +54,7 @@ body = [{{ kind = "batch_norm" }}, {{ kind = "relu" }}]
 [[layers]]
 kind = "global_avg_pool"
 {_HEAD}"""
-SYNCS = [
+SYNCS = [  # an odd number: `make test` tries each with one of two networks
     *({"strategy": name} for name in ("central_serial", "central_parallel", "device_sharded", "tree_update")),
     {"strategy": "allreduce", "algorithm": "chunked_ring"},
 ]

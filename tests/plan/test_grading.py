@@ -76,15 +76,26 @@ def test_a_run_is_compared_by_the_median_without_its_first_steps(data, tmp_path,
     assert plan["time"]["step_s"] < again <= step_s  # the next plan has learned
 
 
+def planned(run_dir, rank):
+    process = SimpleNamespace(device=Device(torch.device("cpu"), "gloo", "CPU"), rank=rank)
+    return _planned(SimpleNamespace(run_dir=run_dir), process)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_that_runs_out_of_memory_is_told_the_plan(data, tmp_path, monkeypatch, rank):
+    stored(data, tmp_path, monkeypatch, 2)
+    with pytest.raises(MemoryError) as ended, planned(tmp_path, rank):
+        raise MemoryError
+    assert ended.value.__notes__[0].startswith(f"rank {rank} ran out of memory under dp2")
+
+
 def test_no_error_of_the_comparison_ends_a_run_or_hides_another(data, tmp_path, monkeypatch):
-    device = Device(torch.device("cpu"), "gloo", "CPU")
     told = []
     monkeypatch.setattr("shoal.train.worker.log.info", told.append)
     (tmp_path / "plan.json").write_text('{"layout": 3')
-    request, process = SimpleNamespace(run_dir=tmp_path), SimpleNamespace(device=device, rank=0)
 
     def run():
-        with _planned(request, process) as compare:
+        with planned(tmp_path, 0) as compare:
             compare([])
             raise MemoryError("the first")
 

@@ -45,5 +45,5 @@ def measured(how: str, steps: int) -> list[int]:
 def test_freed_memory_is_kept_and_used_again():
     *_, pages_by_default = measured("default", 7)
     growth, pages = measured("keep", 15)
-    assert growth < 2 * TENSOR_BYTES  # the first eight steps add tensors; later ones use them again
+    assert growth < 4 * TENSOR_BYTES  # the first nine steps add tensors; one or two may follow, not six
     assert pages < pages_by_default / 10  # of a step, cleared by the kernel at first touch

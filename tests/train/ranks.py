@@ -70,7 +70,10 @@ def result_of(job: Any, step: int) -> StepResult:
 def run_training(
     run_dir: Path, values: dict[str, Any], draws: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Train to the end or to stop_after; return each step's loss and norm, and the final weights by name."""
+    """Train to the end or to stop_after; return each step's loss and norm, and the final weights by name.
+
+    The picture of the curve is only drawn if asked for.
+    """
     job = make_job(run_dir, values, **options)
     with mock.patch.dict(os.environ, {"CURVES": ""} if draws else {}):
         done = train(job)
