@@ -10,7 +10,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -225,25 +225,27 @@ def function_lengths(module: str, source: str) -> dict[str, int]:
     return {f"{module}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
 
 
-def load_report(names: list[str], refused: tuple[str, ...], stop_at: str = "") -> str:
+def load_report(
+    names: Sequence[str], refused: Sequence[str], stop_at: Sequence[str] = (), then: Sequence[str] = ()
+) -> str:
     """Import modules in turn in a new Python where some packages are absent; say which one fails first.
 
-    `stop_at` names a package that no module may have loaded.
+    `stop_at` names packages of which `names`, but not what is imported `then`, may load nothing.
     """
     script = f"""
 import importlib, sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def found(name, *rest):
-    return None if name.split(".")[0] in {refused!r} else find(name, *rest)
+    return None if name.split(".")[0] in {tuple(refused)!r} else find(name, *rest)
 PathFinder.find_spec = staticmethod(found)
-for name in {names!r}:
+for name in {[*names, *then]!r}:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         sys.exit(f"{{name}} does not import: {{error}}")
-    if {stop_at!r} in sys.modules:
-        sys.exit(f"{{name}} loads {stop_at}")
+    if name in {names!r} and (loaded := set({tuple(stop_at)!r}) & set(sys.modules)):
+        sys.exit(f"{{name}} loads {{min(loaded)}}")
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
@@ -307,26 +309,17 @@ def test_functions_are_short():
 
 def test_torch_free_modules_load_no_torch():
     names = [f"shoal.{name}" for name in modules() if any(is_in(name, room) for room in MUST_NOT_LOAD_TORCH)]
-    assert load_report(names, refused=("torch",), stop_at="torch") == ""
+    assert load_report(names, refused=("torch",), stop_at=("torch",)) == ""
 
 
-def test_the_core_loads_nothing_of_the_rooms_beside_it():
-    names = [f"shoal.{name}" for name in modules() if any(is_in(name, room) for room in CORE)]
+def test_the_core_loads_nothing_of_the_rooms_beside_it_and_all_modules_load_without_the_extras():
+    """One process that loads torch: the core first, then all else."""
+    names = [name for name in modules() if name != "__main__"]
+    core = [f"shoal.{name}" for name in names if any(is_in(name, room) for room in CORE)]
     beside = set(MAY_IMPORT) - CORE - {"data", "scoring", "", "__main__"}
-    script = f"""
-import importlib, sys
-for name in {names!r}:
-    importlib.import_module(name)
-print(*sorted(name for name in sys.modules if name.startswith({tuple(f"shoal.{room}" for room in beside)!r})))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
-
-
-def test_modules_load_without_the_extras():
-    names = [f"shoal.{name}".rstrip(".") for name in modules() if name != "__main__"]
-    without = [name for name in names if not any(is_in(name, room) for room in NEED_EXTRAS)]
-    assert load_report(without, refused=EXTRAS) == ""
+    others = [f"shoal.{name}".rstrip(".") for name in names]
+    others = [name for name in others if name not in core and not any(is_in(name, r) for r in NEED_EXTRAS)]
+    assert load_report(core, EXTRAS, then=others, stop_at=tuple(f"shoal.{room}" for room in beside)) == ""
 
 
 KNOWN = {
@@ -396,4 +389,5 @@ def test_long_function_is_measured():
 
 def test_module_that_needs_a_refused_package_is_named():
     assert "json.decoder" in load_report(["json.decoder"], refused=("re", "json"))
-    assert load_report(["json"], refused=(), stop_at="json") == "json loads json"
+    assert load_report(["json"], refused=(), stop_at=("re", "json")) == "json loads json"
+    assert load_report(["re"], refused=(), stop_at=("json",), then=["json"]) == ""

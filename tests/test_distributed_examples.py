@@ -81,6 +81,7 @@ def test_under_torchrun_its_ranks_are_taken():
     assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 2 on cpu" for n in range(2)]
 
 
+@pytest.mark.proof
 @needs_mpi
 def test_under_mpirun_its_ranks_are_taken():
     done = mpirun(2, EXAMPLES / "start.py")

@@ -22,6 +22,7 @@ PAGE = (DOCS / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE))
 TWO = "Two machines"
 LONG = (  # much the commands of other recipes and tests
+    "How long it takes and whether it fits",
     "From nanoGPT",
     "From transformers' Trainer",
     "From torchtitan",

@@ -314,6 +314,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_row(tiny, changed, 
         command(replace(tiny, **changed), None, listing=False)
 
 
+@pytest.mark.proof
 def test_a_framework_that_is_not_installed_costs_its_rows_and_nothing_else(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = []

@@ -17,6 +17,7 @@ from shoal.bench.sections import SECTIONS, Picture, Table, answer, fastest
 from shoal.errors import InputError
 from tests.bench import made_up
 from tests.bench.made_up import gradsync_cell, network_row, samples
+from tests.cases import every
 from tests.commands import run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -211,7 +212,7 @@ def test_the_page_has_no_part_elsewhere_and_names_are_escaped(whole):
         assert fact in text
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", every(2, [360, 1280]))
 def test_a_browser_shows_it_without_overflow_errors_or_missing_pictures(whole, width):
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: the report was not opened")

@@ -20,10 +20,10 @@ ALL_MOMENTS = ((1, 0, 1, ONLY_LAST), (1, 0, 1, THINNED), (2, 0, 1, ONLY_LAST), (
 @pytest.mark.parametrize(
     ("world_size", "victim", "stride", "retention"),
     [
-        (1, 0, 4, ONLY_LAST),
-        (1, 0, 3, THINNED),
-        (2, 0, 8, ONLY_LAST),
-        (2, 1, 4, ONLY_LAST),
+        (1, 0, 8, ONLY_LAST),
+        (1, 0, 6, THINNED),
+        (2, 0, 12, ONLY_LAST),
+        (2, 1, 8, ONLY_LAST),
         *(pytest.param(*case, marks=pytest.mark.proof) for case in ALL_MOMENTS),
     ],
     ids=lambda value: "thinned" if value is THINNED else "last" if value is ONLY_LAST else None,

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.checkpoint.manifest import committed, read_manifest, step_of, verify
+from tests.cases import every
 from tests.checkpoint.ranks import full_tensors, load_latest, open_store, save_steps
 from tests.checkpoint.retention import ONLY_LAST, THINNED
 from tests.pool import Pool
@@ -42,8 +43,11 @@ def cuts(disk: Disk, events: list[Event], out: Path) -> Iterator[tuple[int, Path
             last = event[2] if event[0] == "mark" else last
 
 
-@pytest.mark.parametrize("retention", [ONLY_LAST, THINNED], ids=["removal", "thinning"])
-@pytest.mark.parametrize("before", [[], [1, 2]], ids=["new-run", "old-run"])
+@pytest.mark.parametrize(
+    ("before", "retention"),
+    every(2, [([1, 2], THINNED), ([1, 2], ONLY_LAST), ([], ONLY_LAST), ([], THINNED)]),
+    ids=["old-run-thinning", "old-run-removal", "new-run-removal", "new-run-thinning"],
+)
 def test_newest_good_step_survives_a_power_cut_at_any_moment(
     pool: Pool, tmp_path: Path, before: list[int], retention: dict
 ):

@@ -41,7 +41,9 @@ def test_help_answers_in_under_0_3_seconds():
         if ours[-1] < 0.3:
             return
         smallest.append(commands.processor_seconds("-c", commands.SMALLEST))
-    assert min(ours) < 1.5 * min(smallest), (ours, smallest)
+        if len(ours) > 2 and min(ours) < 1.5 * min(smallest):
+            return
+    raise AssertionError((ours, smallest))
 
 
 def test_help_loads_no_heavy_package():

@@ -444,6 +444,7 @@ def test_what_a_power_cut_left_damaged_is_fetched_again(server, tmp_path):
     assert asked == [1] * 12 + [2] * 8
 
 
+@pytest.mark.proof
 def test_memory_stays_flat_whatever_servers_send(server, tmp_path):
     """16 endless bodies and 16 gzip bombs at once, and 2,000 pages after them."""
     urls = [server.url(f"/{kind}/{n}") for n in range(16) for kind in ("endless", "bomb")]

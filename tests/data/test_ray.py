@@ -65,6 +65,7 @@ def test_a_cluster_makes_the_same_dataset(nodes, corpus, tmp_path, stages):
     assert planted.content(tmp_path / "here") == planted.content(tmp_path / "there")
 
 
+@pytest.mark.proof
 def test_all_nodes_work_and_an_error_is_the_callers(nodes, tmp_path):
     job = engine.Job("tests.data.jobs:Where", {"factor": 3})
     seen, until = set(), time.monotonic() + 60

@@ -15,6 +15,7 @@ from shoal.data.prepare.decisions import Decisions
 from shoal.data.prepare.report import _Totals, report_page, write_report
 from shoal.data.prepare.samples import Samples
 from shoal.data.prepare.stages.documents import dropped
+from tests.cases import every
 from tests.data.documents import batch_of, dataset_of, decided
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -138,7 +139,7 @@ def test_totals_do_not_depend_on_row_groups(tmp_path, monkeypatch):
     assert vars(whole) == vars(parts)
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", every(2, [360, 1280]))
 def test_a_browser_shows_it_without_overflow_errors_or_missing_pictures(folder, width):
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: the report was not opened")

@@ -12,7 +12,7 @@ from shoal.doctor.primitives import OPERATIONS, judge, try_all, try_on
 from tests.mpirun import needs_mpi
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpi)])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=[needs_mpi, pytest.mark.proof])])
 def test_a_cpus_back_ends_do_all_of_them(backend):
     outcomes = try_on(backend, "cpu")
     assert list(outcomes) == list(OPERATIONS)

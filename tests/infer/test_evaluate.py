@@ -151,6 +151,7 @@ def evaluated(target, *words):
     return json.loads(Path(target).read_text())
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path, nproc):
     (tmp_path / "text.txt").write_text("a text that nobody trained on. " * 40)

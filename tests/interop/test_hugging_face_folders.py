@@ -18,6 +18,7 @@ from shoal.infer.serve.chat import Chat
 from shoal.interop.hugging_face import with_model_of
 from shoal.interop.importing import Wanted, as_checkpoint, run
 from tests import commands
+from tests.cases import every
 from tests.models.hf import random_gpt2, random_llama
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
 from tests.train.ranks import equal, run_training, tiny_config
@@ -87,7 +88,7 @@ def run_child(run_dir, values, parent):
     return run_training(run_dir, values, init=parent)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}])
+@pytest.mark.parametrize("layout", every(2, [{"tp": 2}, {}]))
 def test_ranks_train_from_the_folder_as_from_its_import(pool, data, llama, tmp_path, layout):
     model = with_model_of(validate({}, "test"), llama).model.model_dump(exclude={"vocab_size"})
     values = tiny_config(data, **ONE_STEP, parallel=layout) | {"model": model}

@@ -11,6 +11,7 @@ from shoal.errors import InputError
 from shoal.parity import command
 from shoal.parity.command import parity, suspect_of
 from tests import commands
+from tests.cases import every
 from tests.parity.sabotage import break_one_all_reduce
 from tests.tiny_dataset import random_dataset
 from tests.train.ranks import TINY
@@ -25,7 +26,7 @@ def config_of(model=(), **sections):
     return validate(values, "test")
 
 
-@pytest.mark.parametrize("model", [DROPOUT, LLAMA | DROPOUT], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("model", every(2, [LLAMA | DROPOUT, DROPOUT]), ids=["llama", "gpt2"])
 def test_layouts_agree_with_one_process(tmp_path, capsys, model):
     status = parity(config_of(model), "dp2, zero3x2, tp2+sp, pp2", steps=3, json=tmp_path / "parity.json")
     report = json.loads((tmp_path / "parity.json").read_text())
@@ -121,6 +122,7 @@ def test_replicas_that_train_apart_are_refused(no_process):
         parity(config, "dp2")
 
 
+@pytest.mark.proof
 def test_the_command_takes_a_dataset_another_reference_and_settings(tmp_path):
     data = random_dataset(tmp_path / "walk")
     settings = [f"--model.{name}={value}" for name, value in TINY["model"].items()]

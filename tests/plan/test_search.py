@@ -15,6 +15,7 @@ from shoal.plan.cluster import load_cluster
 from shoal.plan.memory import CATEGORIES, Moment, RankMemory
 from shoal.plan.search import Costs, Plan, check_rules, difference, search, smallest_change, workload_of
 from shoal.plan.step_time import PHASES, StepTime
+from tests.cases import every
 
 GB = 10**9
 
@@ -199,7 +200,9 @@ def test_the_difference_names_where_time_and_memory_go():
     assert difference(plans[0], plans[0]) == "the same within 1 %"
 
 
-@pytest.mark.parametrize(("preset", "gpus", "gpu"), [("gpt2-8b", 512, "v100-32"), ("gpt2-xl", 512, "h100")])
+@pytest.mark.parametrize(
+    ("preset", "gpus", "gpu"), every(2, [("gpt2-8b", 512, "v100-32"), ("gpt2-xl", 512, "h100")])
+)
 def test_512_gpus_are_searched_in_seconds(preset, gpus, gpu):
     config = load_config(preset)
     shape, cluster = resolve_shape(config.model, 50257), load_cluster(gpus, gpu)

@@ -19,6 +19,7 @@ from shoal.config.sections import Config
 from shoal.errors import ConfigError
 from shoal.train.request import Request
 from tests import commands
+from tests.cases import every
 from tests.launch.processes import alive
 from tests.mpirun import mpirun, needs_mpi
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
@@ -84,7 +85,7 @@ def test_a_run_leaves_its_settings_its_curve_and_every_step(whole):
     assert sum("test_loss" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", every(2, [1, 0]))
 def test_a_killed_rank_costs_a_restart_and_changes_nothing(data, tmp_path, whole, rank):
     running = Running(data, tmp_path, *WHOLE)
     running.wait_for_step(30)
@@ -145,7 +146,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(data, tmp_path, nproc, numb
     assert f"stopped after step {stopped + 3} by --stop-after" in screen
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", every(2, ["2", "1"]))
 def test_a_second_signal_stops_at_once_and_saves_nothing(data, tmp_path, nproc):
     """A step of 400,000 sequences takes long enough for both signals to come inside of it."""
     size = ("--train.global_batch_size", "400000", "--train.micro_batch_size", "40")

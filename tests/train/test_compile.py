@@ -20,6 +20,7 @@ from shoal.models.shape import resolve_shape
 from shoal.parallel import compile as compiling
 from shoal.runtime.compiler import missing_compiler
 from shoal.runtime.device import Device
+from tests.cases import every
 from tests.train.ranks import run_training, tiny_config
 
 
@@ -75,8 +76,16 @@ def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp
     assert any((tmp_path / "whole/compiled").iterdir())
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "apart"),
+    every(
+        2,
+        [
+            *(("none", False), ("none", True), ("full", True), ("full", False)),
+            *(("selective", False), ("selective", True)),
+        ],
+    ),
+)
 def test_all_layers_and_steps_share_one_graph(monkeypatch, mode, apart):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces, no kernels
     torch._dynamo.reset()

@@ -19,7 +19,8 @@ FREE = {"nonfinite": "warn", "spike_factor": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("words", "checks"), every(2, [("dp2", {}), ("dp2", FREE), ("zero2x2", {}), ("tp2", {}), ("pp2", FREE)])
+    ("words", "checks"),
+    every(3, [("zero2x2", {}), ("dp2", FREE), ("dp2", {}), ("pp2", FREE), ("tp2", {})]),
 )
 def test_weights_and_records_are_those_of_steps_judged_at_once(pool, data, tmp_path, words, checks):
     shared = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.config.layout import parse_layout, settings_of
+from tests.cases import every
 from tests.train.ranks import refusal_of_poisoned, run_poisoned, run_training, tiny_config
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
@@ -53,7 +54,7 @@ def test_dropout_changes_the_curve(reference):
     assert reference["plain"]["losses"] != reference["dropout"]["losses"]
 
 
-@pytest.mark.parametrize("words", ["dp2", "tp2", "pp2", "zero3x2"])
+@pytest.mark.parametrize("words", every(2, ["zero3x2", "tp2", "pp2", "dp2"]))
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, data, tmp_path, words):
     parallel = settings_of(parse_layout(words))
     results = pool.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.cases import every
 from tests.tiny_dataset import EOD_ID, write_dataset
 from tests.train.ranks import make_job, run_training, tiny_config
 
@@ -59,7 +60,9 @@ def test_every_part_of_a_model_recomputes_as_it_is_told(pool, data, tmp_path, of
     assert pool.run(recompute_of_each_part, 2, tmp_path, values) == [[(2, offload)]] * 2
 
 
-@pytest.mark.parametrize("train", [{"recompute": "full", "recompute_layers": 2}, {"recompute": "selective"}])
+@pytest.mark.parametrize(
+    "train", every(2, [{"recompute": "full", "recompute_layers": 2}, {"recompute": "selective"}])
+)
 def test_recompute_and_documents_resume_bit_for_bit_on_two_processes(pool, data, plain, tmp_path, train):
     values = tiny_config(data, model=DROPOUT, train=train, data=APART)
     whole = pool.run(run_training, 2, tmp_path / "whole", values)[0]

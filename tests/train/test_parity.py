@@ -22,7 +22,7 @@ def references(pool, data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("words", "model", "recompute"), every(2, CASES))
+@pytest.mark.parametrize(("words", "model", "recompute"), every(3, CASES))
 def test_a_layout_trains_as_one_process_does(pool, data, references, tmp_path, words, model, recompute):
     layout = parse_layout(words)
     ranks = pool.run(run_training, layout.world_size, tmp_path, values_of(data, layout, model, recompute))

@@ -124,7 +124,7 @@ def test_more_and_fewer_replicas_go_on_and_so_does_any_other_strategy(pool, apar
     ("inside", "warmup_steps"),
     [
         ({"zero": 2, "dp_shard": 2}, 0),
-        ({"zero": 2, "dp_shard": 2}, 4),
+        pytest.param({"zero": 2, "dp_shard": 2}, 4, marks=pytest.mark.proof),
         ({"tp": 2}, 1),  # the next step ends with an exchange, and the third is saved
         pytest.param({"pp": 2}, 1, marks=pytest.mark.proof),
     ],

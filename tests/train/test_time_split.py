@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.config.layout import parse_layout, settings_of
+from tests.cases import every
 from tests.train.ranks import run_training, tiny_config
 
 SLEEP_S = 0.04  # a micro-batch, on the slow rank
@@ -32,12 +33,15 @@ def run_with_a_slow_rank(run_dir, values):
 
 @pytest.mark.parametrize(
     ("words", "waits", "idle"),
-    [
-        ("dp2", "communication", ("tp", "shard", "bubble")),
-        ("tp2", "tp", ("shard", "bubble")),
-        ("zero3x2", "shard", ("tp", "bubble")),
-        ("pp2", "bubble", ("tp", "shard")),
-    ],
+    every(
+        2,
+        [
+            ("zero3x2", "shard", ("tp", "bubble")),
+            ("dp2", "communication", ("tp", "shard", "bubble")),
+            ("pp2", "bubble", ("tp", "shard")),
+            ("tp2", "tp", ("shard", "bubble")),
+        ],
+    ),
 )
 def test_waiting_for_a_slow_rank_is_the_time_of_its_axis(pool, data, tmp_path, words, waits, idle):
     train = {"steps": STEPS, "log_every": STEPS}  # ranks are told apart by all but the first step together
