@@ -90,6 +90,7 @@ def test_under_mpirun_its_ranks_are_taken():
     assert [line.rpartition(",")[0] for line in lines] == [f"rank {n} of 2 on cpu" for n in range(2)]
 
 
+@pytest.mark.proof
 def test_a_rank_that_fails_is_named(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.app import app
+from tests import commands
 from tests.pages import shell_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("line", shell_lines(README))
 def test_command_runs_with_a_few_steps(line, folder):
-    run(re.sub(r"--steps \d+", "--steps 5", line), folder)
+    program, *words = shlex.split(re.sub(r"--steps \d+", "--steps 5", line))
+    if program != "shoal":
+        run(line, folder)
+        return
+    done = commands.Command(*words, folder=str(folder)).end(280)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.proof

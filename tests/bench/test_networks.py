@@ -209,6 +209,7 @@ def test_no_framework_gets_a_gpu_that_others_do_not_use(tiny, tmp_path):
     assert rows[0].reason == "GPUs: ."
 
 
+@pytest.mark.proof
 def test_on_a_gpu_an_adapter_sees_it_computes_there_and_waits(tiny, tmp_path, monkeypatch):
     script = tmp_path / "script"
     told = '{\\"event\\": \\"error\\", \\"error\\": \\"GPUs: ${CUDA_VISIBLE_DEVICES-all}.\\"}'

@@ -69,25 +69,24 @@ def test_docstrings_of_a_class_are_read_once(words, monkeypatch, capsys):
     assert len(read) == len(set(read))
 
 
-def test_help_lists_every_command():
-    assert COMMANDS
-    listed = commands.run("--help").stdout
-    assert [name for name in COMMANDS if not re.search(rf"│ {name} ", listed)] == []
-
-
-@pytest.mark.parametrize("command", LEAVES, ids=" ".join)
-def test_every_command_shows_an_example(command):
-    done = commands.run(*command, "--help")
-    assert done.returncode == 0
-    assert f"shoal {' '.join(command)}" in done.stdout.partition("xample")[2]
-
-
 def help_of(*command, monkeypatch, capsys):
     """Print a help page on 80 columns, in this process."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["shoal", *command])
     app(list(command), result_action="return_value")
     return capsys.readouterr().out
+
+
+def test_help_lists_every_command(monkeypatch, capsys):
+    assert COMMANDS
+    listed = help_of("--help", monkeypatch=monkeypatch, capsys=capsys)
+    assert [name for name in COMMANDS if not re.search(rf"│ {name} ", listed)] == []
+
+
+@pytest.mark.parametrize("command", LEAVES, ids=" ".join)
+def test_every_command_shows_an_example(command, monkeypatch, capsys):
+    page = help_of(*command, "--help", monkeypatch=monkeypatch, capsys=capsys)
+    assert f"shoal {' '.join(command)}" in page.partition("xample")[2]
 
 
 def settings_in(page):

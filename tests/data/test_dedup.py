@@ -378,10 +378,11 @@ def test_a_bucket_is_sorted_within_a_quarter_of_the_memory():
         assert count == 1 or 4 * rows * 16 / (count - 1) > memory / 4
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("per_range", "max_memory", "most"),  # a band's rows alone are 14 * 8 bytes a document
-    [(30_000, 10 << 20, 160e6), pytest.param(100_000, 100 << 20, 200e6, marks=pytest.mark.proof)],
+    [(30_000, 10 << 20, 160e6), (100_000, 100 << 20, 200e6)],
 )
 def test_many_documents_take_little_memory(tmp_path, per_range, max_memory, most):
     rng = np.random.default_rng(0)

@@ -83,6 +83,7 @@ def test_ranks_that_hang_are_given_up(monkeypatch):
     assert try_on("gloo", "cpu") == {"start": {"status": "wrong", "why": "the ranks hung"}}
 
 
+@pytest.mark.proof
 @needs_mpi
 def test_ranks_of_an_mpi_that_hang_are_ended_too(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "START_LIMIT_S", 8.0)

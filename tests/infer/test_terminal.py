@@ -157,6 +157,7 @@ def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_pa
     assert [done.stderr.count("note: prompt and new tokens exceed") for done in (whole, cut)] == [1, 1]
 
 
+@pytest.mark.proof
 def test_a_cut_that_does_not_divide_the_model_says_what_does(trained_run):
     refused = generate(trained_run, "--prompt", "fish", "--tp", "3")
     assert refused.returncode == 2

@@ -200,7 +200,7 @@ def kept_by_a_forward_pass(run_dir, values):
     return min(seen[:5])
 
 
-@pytest.mark.parametrize(("words", "parts"), [("tp2", 1), ("tp2+sp", 2)])
+@pytest.mark.parametrize(("words", "parts"), every(2, [("tp2+sp", 2), ("tp2", 1)]))
 def test_recompute_keeps_a_layers_input_and_sequence_parts_share_it(pool, data, tmp_path, words, parts):
     def run(n_layers):
         values = values_of(data, words, n_layers=n_layers, recompute="full")

@@ -79,10 +79,10 @@ def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp
 @pytest.mark.parametrize(
     ("mode", "apart"),
     every(
-        2,
+        3,
         [
-            *(("none", False), ("none", True), ("full", True), ("full", False)),
-            *(("selective", False), ("selective", True)),
+            *(("none", False), ("none", True), ("full", False)),
+            *(("full", True), ("selective", False), ("selective", True)),
         ],
     ),
 )

@@ -79,7 +79,7 @@ def test_what_travels_is_the_model_once_in_every_round(apart, data, tmp_path, in
     "sync",
     [
         STREAMING,
-        {"strategy": "diloco", "every": 2, "warmup_steps": 3},
+        pytest.param({"strategy": "diloco", "every": 2, "warmup_steps": 3}, marks=pytest.mark.proof),
         pytest.param({"strategy": "block_momentum", "every": 2}, marks=pytest.mark.proof),
     ],
 )
