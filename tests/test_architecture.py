@@ -313,7 +313,7 @@ def test_torch_free_modules_load_no_torch():
 
 
 def test_the_core_loads_nothing_of_the_rooms_beside_it_and_all_modules_load_without_the_extras():
-    """One process that loads torch: the core first, then all else."""
+    """One process without the extras loads torch: the core first, then all else."""
     names = [name for name in modules() if name != "__main__"]
     core = [f"shoal.{name}" for name in names if any(is_in(name, room) for room in CORE)]
     beside = set(MAY_IMPORT) - CORE - {"data", "scoring", "", "__main__"}

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def run(line, folder):
+def run(line, folder, *, forked=False):
+    """Run a line; `forked` spares `shoal` the start of a new Python."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -28,9 +29,12 @@ def run(line, folder):
     words = shlex.split(line)
     if words[0] == "make":
         words, folder = ["make", "-n", *words[1:]], ROOT
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    if forked and words[0] == "shoal":
+        done = commands.Command(*words[1:], env=environment, folder=str(folder)).end(280)
+    else:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -42,12 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("line", shell_lines(README))
 def test_command_runs_with_a_few_steps(line, folder):
-    program, *words = shlex.split(re.sub(r"--steps \d+", "--steps 5", line))
-    if program != "shoal":
-        run(line, folder)
-        return
-    done = commands.Command(*words, folder=str(folder)).end(280)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    run(re.sub(r"--steps \d+", "--steps 5", line), folder, forked=True)
 
 
 @pytest.mark.proof
@@ -77,7 +76,8 @@ def test_continued_lines_are_one_command_and_output_blocks_are_none():
 
 
 def test_failing_command_is_noticed(tmp_path):
-    with pytest.raises(AssertionError, match="no-such-command"):
-        run("shoal no-such-command", tmp_path)
+    for forked in (False, True):
+        with pytest.raises(AssertionError, match="no-such-command"):
+            run("shoal no-such-command", tmp_path, forked=forked)
     with pytest.raises(AssertionError, match="no-such-target"):
         run("make no-such-target", tmp_path)

@@ -53,7 +53,7 @@ WHOLE = Room("whole", ["."], 33_890)
 BESIDE = (
     Room("benchmarks", ["benchmarks"], 3_850),
     Room("tools", ["tools"], 1_840),
-    Room("tests", ["tests"], 30_670),
+    Room("tests", ["tests"], 30_800),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ from tests.checkpoint.damage import cut_short, flip_bit
 from tests.checkpoint.ranks import full_tensors, load_latest, open_store
 from tests.pool import Pool
 
+FILES = ("model/shard-00001-*", "optimizer/shard-00002-*", "state.json", "config.toml", "manifest.json")
 DAMAGES = {"flip": lambda path: flip_bit(path, 77), "cut": cut_short, "lose": Path.unlink}
 
 
@@ -42,11 +44,7 @@ def save_while_a_disk_fails(folder: Path, pattern: str, damage: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("damage", every(2, DAMAGES))
-@pytest.mark.parametrize(
-    "pattern",
-    ["model/shard-00001-*", "optimizer/shard-00002-*", "state.json", "config.toml", "manifest.json"],
-)
+@pytest.mark.parametrize(("pattern", "damage"), every(2, itertools.product(FILES, DAMAGES)))
 def test_what_reads_back_damaged_is_no_checkpoint(pool: Pool, tmp_path: Path, pattern: str, damage: str):
     folder = tmp_path / "checkpoints"
     for said in pool.run(save_while_a_disk_fails, 2, folder, pattern, damage):

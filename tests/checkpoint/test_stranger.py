@@ -77,7 +77,7 @@ def test_the_planted_commands_would_work(marker: Path):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("plant", every(2, [as_pickle, as_text, as_torch_file, as_tensor_header]))
+@pytest.mark.parametrize("plant", every(2, [as_pickle, as_torch_file, as_tensor_header, as_text]))
 def test_a_command_in_any_file_is_not_run(
     pool: Pool, run: Path, marker: Path, plant: Callable[[Path], bytes]
 ):

@@ -157,7 +157,7 @@ def test_pages_are_read_as_text_without_the_stage_that_extracts_them(run, corpus
     assert kept_text(dataset, rows[0]).startswith("<p>some text")
 
 
-@pytest.mark.parametrize("stages", every(2, [True, False]))
+@pytest.mark.parametrize("stages", [True, False])
 def test_a_shuffle_moves_documents_and_the_records_follow(run, prepare, corpus, tmp_path, stages):
     def make(name, **options):
         if stages:

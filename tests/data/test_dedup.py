@@ -356,6 +356,7 @@ print(peak[0])
 """
 
 
+@pytest.mark.proof
 def test_many_ranges_are_not_all_open_at_once(tmp_path):
     """Usual limits are 1,024 open files; 16 GB of text are 1,000 ranges."""
     rng, values = random.Random(1), []

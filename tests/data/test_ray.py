@@ -41,7 +41,7 @@ def cluster_of(nodes: int) -> Iterator[None]:
             made.shutdown()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.proof), 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def nodes(request):
     with cluster_of(request.param):
         yield request.param

@@ -57,6 +57,7 @@ def test_a_rank_that_dies_is_said_after_what_it_had_done():
     assert outcomes["end"] == {"status": "wrong", "why": "ValueError: no memory"}
 
 
+@pytest.mark.proof
 def test_a_lost_connection_is_a_fault_and_a_refusal_is_none():
     """One rank is enough: the outcome of an operation is that of the worst."""
     fail = (

@@ -20,6 +20,7 @@ from shoal.infer.load import load_text_model
 from shoal.infer.measure import Measure
 from shoal.infer.score import score, sliding_spans
 from tests import commands
+from tests.cases import every
 from tests.shared import SHARED
 from tests.tiny_dataset import random_dataset, with_other_tokenizer
 
@@ -151,17 +152,16 @@ def evaluated(target, *words):
     return json.loads(Path(target).read_text())
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path, nproc):
+@pytest.mark.parametrize("how", every(3, ["--nproc 2", "--tp 2", "--tp 2 --nproc 4"]))
+def test_the_command_gives_the_same_figures_on_any_number_of_processes(trained_run, tmp_path, how):
     (tmp_path / "text.txt").write_text("a text that nobody trained on. " * 40)
     sizes = ("--seq-len", "16", "--stride", "8", "--batch-size", "4")
     words = [trained_run, "--text", tmp_path / "text.txt", *sizes]
     alone = evaluated(tmp_path / "1.json", *words)
-    if nproc == 2:
-        assert evaluated(tmp_path / "2.json", *words, "--nproc", "2") == alone
-    (cut,) = evaluated(tmp_path / "tp.json", *words, "--tp", "2", "--nproc", nproc).values()
-    (one,) = alone.values()
+    several = evaluated(tmp_path / "several.json", *words, *how.split())
+    if "--tp" not in how:
+        assert several == alone
+    (cut,), (one,) = several.values(), alone.values()
     assert cut["tokens"] == one["tokens"]
     assert cut["loss"] == pytest.approx(one["loss"], rel=2e-6)
 

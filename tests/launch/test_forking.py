@@ -139,7 +139,6 @@ sys.exit(f"while it loaded, torch.cuda.{asked[0]} was asked" if asked else 0)
 """
 
 
-@pytest.mark.proof
 def test_the_process_that_ranks_are_forked_from_does_not_touch_a_gpu():
     """A process forked from one that has asked the driver for its GPUs cannot use them."""
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)

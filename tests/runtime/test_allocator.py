@@ -31,7 +31,7 @@ for number in range(int(sys.argv[2])):
     step()
     peaks.append(status("VmHWM"))
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(peaks[-1] - peaks[-7:][0], min(faults[-3:]))  # the kernel may take pages of code away meanwhile
+print(max(peaks[-7:]) - min(peaks[-7:]), min(faults[-3:]))  # the kernel may take code away meanwhile
 """
 
 

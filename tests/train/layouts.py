@@ -16,15 +16,15 @@ MODELS = {
     "llama-dropout": LLAMA | {"dropout": 0.1, "attention_dropout": 0.1},
 }
 CASES = [
-    ("zero3x2", "gpt2", "full"),
     ("zero1x2", "gpt2-dropout", "none"),
+    ("zero3x2", "gpt2", "full"),
     ("tp2", "gpt2-dropout", "full"),
-    ("tp2", "llama", "selective"),
+    ("zero3x2*tp2+sp", "llama-dropout", "offload"),
     ("tp2+sp", "llama-dropout", "none"),
     ("pp2", "gpt2-dropout", "none"),
     ("pp2+zero_bubble", "llama", "none"),
     ("pp2+interleaved", "gpt2-dropout", "offload"),
-    ("zero3x2*tp2+sp", "llama-dropout", "offload"),
+    ("tp2", "llama", "selective"),
     ("dp2*zero2x2", "llama-dropout", "none"),
     ("pp2*zero2x2", "gpt2", "none"),
     ("dp2*tp2", "gpt2-dropout", "none"),

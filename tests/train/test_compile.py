@@ -82,7 +82,7 @@ def test_compiled_training_compiles_once_and_resumes_bit_for_bit(pool, data, tmp
         3,
         [
             *(("none", False), ("none", True), ("full", False)),
-            *(("full", True), ("selective", False), ("selective", True)),
+            *(("selective", True), ("selective", False), ("full", True)),
         ],
     ),
 )
