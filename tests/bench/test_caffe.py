@@ -120,6 +120,7 @@ def weights_of(layers: tuple[Layer, ...]):
             yield from (np.zeros(layer.before[0]) for _ in range(2))
 
 
+@pytest.mark.proof
 def test_what_caffe_cannot_compute_costs_its_row_with_the_reason(tmp_path, caffe):
     average = ALL.replace("kernel = 2\n", "kernel = 2\npadding = 1\n")
     assert "Caffe's average counts the padding" in rows_of(tmp_path, average, caffe)[-1].reason

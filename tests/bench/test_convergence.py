@@ -32,6 +32,7 @@ def prepared(folder: Path, *words: str) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_the_digits_are_learned_with_every_seed(tmp_path):
     data = prepared(tmp_path / "digits", "sklearn-digits", "--split", "80,20,0")
     (tmp_path / "small.toml").write_text(NETWORK)

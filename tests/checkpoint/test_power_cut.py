@@ -45,7 +45,7 @@ def cuts(disk: Disk, events: list[Event], out: Path) -> Iterator[tuple[int, Path
 
 @pytest.mark.parametrize(
     ("before", "retention"),
-    every(2, [([1, 2], THINNED), ([1, 2], ONLY_LAST), ([], ONLY_LAST), ([], THINNED)]),
+    every(4, [([1, 2], THINNED), ([1, 2], ONLY_LAST), ([], ONLY_LAST), ([], THINNED)]),
     ids=["old-run-thinning", "old-run-removal", "new-run-removal", "new-run-thinning"],
 )
 def test_newest_good_step_survives_a_power_cut_at_any_moment(

@@ -146,6 +146,7 @@ def test_the_command_line_converses_and_repeats_itself_for_a_seed(trained_run):
     assert "is not a folder" in missing.stderr
 
 
+@pytest.mark.proof
 def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "fish"}\n{"prompt": ""}\n')

@@ -28,7 +28,7 @@ def exact(pool, data, tmp_path_factory):
     return pool.run(run_training, 1, tmp_path_factory.mktemp("fp32"), learning(data, "1"))[0]
 
 
-@pytest.mark.parametrize("words", every(5, BF16_LAYOUTS))
+@pytest.mark.parametrize("words", every(7, BF16_LAYOUTS))
 def test_bf16_learns_under_every_layout(pool, data, exact, tmp_path, words):
     values = learning(data, words, precision={"dtype": "bf16"})
     ranks = pool.run(run_training, parse_layout(words).world_size, tmp_path, values)

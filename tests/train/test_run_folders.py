@@ -65,6 +65,7 @@ def tensors(run: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.proof
 def test_a_command_as_anybody_is_stopped_by_a_file_without_permission_and_goes_on_with_it(data, tmp_path):
     run = tmp_path / "run"
     assert train(run, data, "--stop-after=4").returncode == 75
