@@ -78,6 +78,7 @@ def test_two_hundred_kills_lose_nothing():
     subprocess.run([sys.executable, "-m", "benchmarks.kill_storm", "--kills", "200"], check=True)
     record = json.loads((Path(__file__).parents[2] / "benchmarks/records/kill_storm.json").read_text())
     assert record["kills"] == 200
+    assert record["ranks_gone_after_kill_of_a_rank_s"]["max"] < 5
 
 
 @pytest.mark.alone
