@@ -1,7 +1,7 @@
 """Layouts in words and in settings, and what is said about those that cannot be."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.layout import SCHEDULES, Layout, parse_layout, resolve_layout, settings_of, under
@@ -44,6 +44,7 @@ def layouts():
     )
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_words_and_settings_say_all_of_a_layout(layout):
     assert parse_layout(str(layout)) == layout

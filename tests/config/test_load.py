@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config import rules
@@ -25,6 +25,7 @@ def test_a_stored_configuration_loads_back_to_the_same_object(name):
     assert config_from_toml(to_toml(config), "stored") == config
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_path_survives_being_stored(path):
     config = Config(data={"datasets": (path,)})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,9 +159,35 @@ def test_a_model_cut_over_two_processes_writes_the_same_text(trained_run, tmp_pa
     assert [done.stderr.count("note: prompt and new tokens exceed") for done in (whole, cut)] == [1, 1]
 
 
-@pytest.mark.proof
 def test_a_cut_that_does_not_divide_the_model_says_what_does(trained_run):
     refused = generate(trained_run, "--prompt", "fish", "--tp", "3")
     assert refused.returncode == 2
     assert "is not divisible by parallel.tp = 3" in refused.stderr
     assert "use parallel.tp = 1, 2" in refused.stderr
+
+
+SAVES = """
+import os
+from shoal.infer import distributed
+resolve = distributed.resolve_for
+
+def resolve_and_save(path, tp):
+    found = resolve(path, tp)
+    os.rename(path / "next", path / "checkpoints/step-00000004")
+    return found
+
+distributed.resolve_for = resolve_and_save
+"""
+
+
+@pytest.mark.proof
+def test_all_processes_load_one_checkpoint_while_a_run_saves_another(trained_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    (run / "checkpoints/step-00000004").rename(run / "next")
+    (tmp_path / "sitecustomize.py").write_text(SAVES)
+    words = ("--prompt", "fish", "--max-tokens", "4", "--tp", "2")
+    done = commands.run("generate", run, *words, env=commands.planted(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "step-00000002: 64 positions" in done.stderr
+    assert (run / "checkpoints/step-00000004").is_dir()

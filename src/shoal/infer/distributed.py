@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal.config.sections import Runtime
 from shoal.errors import InputError, counted
-from shoal.infer.load import TextModel, load_text_model
+from shoal.infer.load import TextModel, load_text_model, resolve_for
 from shoal.runtime.device import select_device
 from shoal.runtime.process import Process
 from shoal.worker_pool import Tell, WorkerPool
@@ -37,6 +37,7 @@ def load_distributed(path: Path, device: str, tp: int, nproc: int = 0) -> Iterat
     if nproc == 1:
         yield load_text_model(path, select_device(device, 0, 1).torch_device)
         return
+    path = resolve_for(path, tp)  # all load the same one, also while a run saves others
     runtime = Runtime.model_validate({"device": device, "timeout_s": _PATIENCE_S})
     with WorkerPool(runtime, _PRELOAD, nproc - 1) as pool, pool.lead(nproc, _follow, path, tp) as process:
         loaded, orders = _load(process, path, tp)

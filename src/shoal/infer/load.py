@@ -71,17 +71,15 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
     Its files are verified before anything in them is used. Where there is a default group, its processes are
     replicas, each of `tp` processes that have a part of the model and whole logits. Collective over it.
     """
-    replica, num_replicas = 0, 1
-    mesh = None
+    replica, num_replicas, mesh = 0, 1, None
     if dist.is_initialized():
         sizes = (dist.get_world_size() // tp, tp)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "tp"))
         replica, num_replicas = mesh.get_local_rank("replica"), sizes[0]
-    if is_hugging_face(path):
-        checkpoint = path
-        model, tokenizer, eod_id = load_foreign(path, device, tp)
+    checkpoint = resolve_for(path, tp)
+    if is_hugging_face(checkpoint):
+        model, tokenizer, eod_id = load_foreign(checkpoint, device)
     else:
-        checkpoint = resolve_checkpoint(path)
         model, eod_id = load_decoder(checkpoint, device, mesh["tp"] if mesh is not None and tp > 1 else None)
         tokenizer = load_tokenizer(checkpoint)
     if tokenizer.vocab_size > model.shape.vocab_size:
@@ -93,12 +91,28 @@ def load_text_model(path: Path, device: torch.device, *, tp: int = 1) -> TextMod
     return TextModel(model, tokenizer, eod_id, checkpoint, replica, num_replicas)
 
 
+def resolve_for(path: Path, tp: int) -> Path:
+    """Return the newest good checkpoint of a run folder; a checkpoint and a Hugging Face folder as they are.
+
+    Raises an InputError or ConfigError where its model cannot be cut over `tp` processes.
+    """
+    if is_hugging_face(path):
+        if tp > 1:
+            raise InputError(
+                f"{path} is a Hugging Face folder, which tensor parallelism does not support",
+                hint=f"make a checkpoint of it first: shoal import {path} NEW",
+            )
+        return path
+    checkpoint = resolve_checkpoint(path)
+    check_tensor_cut(read_decoder(checkpoint)[0], tp)
+    return checkpoint
+
+
 def load_decoder(
     checkpoint: Path, device: torch.device, mesh: DeviceMesh | None = None
 ) -> tuple[Decoder, int]:
     """Load a checkpoint's model, or this rank's part along `mesh`; return it and the id that ends texts."""
     shape, eod_id = read_decoder(checkpoint)
-    check_tensor_cut(shape, mesh.size() if mesh is not None else 1)
     with torch.device("meta"):
         model = Decoder(shape)
     if mesh is not None:
@@ -108,13 +122,8 @@ def load_decoder(
     return model.eval(), eod_id
 
 
-def load_foreign(path: Path, device: torch.device, tp: int) -> tuple[Decoder, Tokenizer, int]:
+def load_foreign(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer, int]:
     """Load a Hugging Face folder as it is; it cannot be cut before it is imported."""
-    if tp > 1:
-        raise InputError(
-            f"{path} is a Hugging Face folder, which tensor parallelism does not support",
-            hint=f"make a checkpoint of it first: shoal import {path} NEW",
-        )
     foreign = open_foreign(path, Told())
     entries = foreign.entries()  # refuses a shape that its files do not hold, before room is made for it
     tokenizer = load_tokenizer(path)
