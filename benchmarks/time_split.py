@@ -3,7 +3,7 @@
 Steps with the clock as it is alternate with steps in which `StepClock.phase` does nothing, the order of each
 pair drawn at random. A step is timed outside of the clock: wall time, of which the fastest tenth counts, and
 processor time of the process, which other programs on the machine disturb less. Noise is what the same figure
-says of two halves of the steps with the split off.
+says of two halves of the steps with the split off. A record of the flight recorder is timed by itself.
 
     python -m benchmarks.time_split [--pairs 150] [--shapes tiny small]
 """
@@ -16,15 +16,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.record import write_record
 from shoal.config.load import load_config
 from shoal.runtime import process as processes
+from shoal.runtime.device import select_device
+from shoal.runtime.flight_recorder import FlightRecorder, Issued
 from shoal.runtime.stop import Stop
 from shoal.train.clock import StepClock
 from shoal.train.job import Job, build_job
@@ -123,20 +127,37 @@ def _tenth(samples: list[tuple[float, float]]) -> float:
     return statistics.quantiles([wall for wall, _ in samples], n=10)[0]
 
 
-def cost_of_a_phase_us() -> float:
-    """Time one empty phase by itself, in microseconds."""
-    from shoal.runtime.device import select_device
-
-    clock = StepClock(select_device("auto", 0, 1))
-    clock.begin()
+def cost_us(call: Callable[[], None]) -> float:
+    """Time a call, in microseconds: the best mean of 20 times 1,000."""
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(1000):
-            with clock.phase("forward"):
-                pass
+            call()
         best = min(best, time.perf_counter() - start)
     return round(best * 1e3, 3)
+
+
+def cost_of_a_phase_us() -> float:
+    """Time one empty phase by itself."""
+    clock = StepClock(select_device("auto", 0, 1))
+    clock.begin()
+
+    def phase() -> None:
+        with clock.phase("forward"):
+            pass
+
+    return cost_us(phase)
+
+
+def cost_of_a_record_us(folder: Path) -> float:
+    """Time what the flight recorder does for one operation between ranks."""
+    recorder = FlightRecorder(folder, 0)
+    issued = Issued("default", "", torch.zeros(64, 64), lambda: ("all ranks", [0, 1]))
+    taken_us = cost_us(lambda: recorder.record("all_reduce", lambda: issued))
+    assert not recorder.given_up
+    recorder.close()
+    return taken_us
 
 
 def main() -> None:
@@ -144,7 +165,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     wish = parser.parse_args()
-    figures: dict[str, Any] = {"empty_phase_us": cost_of_a_phase_us(), "threads": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        recorded_us = cost_of_a_record_us(Path(folder))
+    figures: dict[str, Any] = {"empty_phase_us": cost_of_a_phase_us(), "recorded_operation_us": recorded_us}
+    figures["threads"] = 1
     for name in wish.shapes:
         with tempfile.TemporaryDirectory() as folder:
             figures[name] = compare(Path(folder), SHAPES[name], wish.pairs)
