@@ -177,6 +177,7 @@ def of_training() -> Iterator[tuple[str, str]]:
         f"that measurement. With steps of {v(split['small']['processor_ms']['on'], '.0f')} ms, no cost could "
         "be measured",
     )
+    yield "docs/failures.md", f"takes {v(split['recorded_operation_us'], '.0f')} microseconds per operation"
     yield (
         "CHANGELOG.md",
         f"it takes at most {v(max(read('recovery')['seconds_from_kill_to_next_step']), '.2f')} s on "

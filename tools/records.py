@@ -173,7 +173,13 @@ ENTRIES = {
     "serve": _module("serve", 3, "src/shoal/infer"),
     "shakespeare": Entry(PROOF, 2, STEP),
     "test_times": Entry('make test ARGS="--record-times"', 14, ("tests",)),
-    "time_split": _module("time_split", 3, "src/shoal/train/clock.py", "src/shoal/train/step.py"),
+    "time_split": _module(
+        "time_split",
+        3,
+        "src/shoal/train/clock.py",
+        "src/shoal/train/step.py",
+        "src/shoal/runtime/flight_recorder.py",
+    ),
     "tokenise": _module("tokenise", 7, "src/shoal/data/prepare", "src/shoal/data/tokenizer.py"),
     "torch_versions": _module(
         "torch_versions",
