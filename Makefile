@@ -48,10 +48,10 @@ demo: $(DEMO_READY) ## text in, a trained GPT out, with a killed and recovered p
 test: setup ## run the test suite, three files at a time: many tests wait
 	$(BIN)/python -m pytest -m "not proof" -n 3 --dist loadfile $(ARGS)
 
-proof: setup ## run the long tests, those that take times or all cores by themselves; the rest three files at a time
+proof: setup ## run the long tests, those that take times or all cores by themselves; the rest two files at a time
 	@failed=0; \
 	$(BIN)/python -m pytest -m "proof and alone" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
-	$(BIN)/python -m pytest -m "proof and not alone" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m "proof and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
 check: setup ## format, lint, types, architecture, size
