@@ -7,7 +7,7 @@ import torch
 
 from shoal.data.tokenizer import parse_tokenizer
 from shoal.errors import CheckpointError, InputError
-from shoal.infer.load import load_text_model
+from shoal.infer.load import load_text_model, resolve_for
 
 CPU = torch.device("cpu")
 
@@ -57,3 +57,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(trained_run, monkeypatch):
     monkeypatch.setattr("shoal.infer.load.load_tokenizer", lambda folder: larger)
     with pytest.raises(CheckpointError, match="has 300 ids, its model 257"):
         load_text_model(trained_run, CPU)
+
+
+def test_a_hugging_face_folder_is_not_cut(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert resolve_for(tmp_path, 1) == tmp_path
+    with pytest.raises(InputError, match=r"(?s)is a Hugging Face folder, which tensor.*shoal import"):
+        resolve_for(tmp_path, 2)
